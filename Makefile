@@ -1,0 +1,39 @@
+# Needs make, Python 3.11+ and pip's package index. Everything is installed into .venv.
+
+# The constraints were resolved with 3.11, so it comes first. A name may be on PATH and not run.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && exit; \
+	done; echo python3)
+VENV_PYTHON := .venv/bin/python
+ON_CPU := scripts/cpu_env.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test serve bench lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+setup: ## create .venv, or bring it up to date (a second run installs nothing)
+	@$(PYTHON) scripts/setup_cpu.py
+
+demo: setup ## serve SmolLM2 with and without heads and show the difference
+	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo
+
+test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(ARGS)
+
+serve: setup ## OpenAI-compatible server for SmolLM2 with heads; ARGS="--port 8001" is passed on
+	@target=$$($(VENV_PYTHON) -m vllm_bpd.demo_target) && \
+	exec $(ON_CPU) .venv/bin/vllm serve "$$target" --speculative-config bpd $(ARGS)
+
+bench: setup ## acceptance of the shipped heads; ARGS is passed on
+	@$(ON_CPU) $(VENV_PYTHON) -m benchmarks.acceptance $(ARGS)
+
+lint: setup ## ruff and mypy, the same as the pre-commit hooks
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean: ## remove .venv and every cache made here (not the exported target)
+	rm -rf .venv .venv.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

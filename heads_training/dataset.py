@@ -1,0 +1,158 @@
+"""Training examples: hidden state, token just sampled and the tokens each head should draft.
+
+Shape suffixes: R records, N their tokens, T rows (answer tokens), K heads, V draft vocabulary,
+W whole vocabulary, B rows of a batch, D hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads_training.hidden_states import Shard, read_shard
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.heads import drafted_position, sampled_position
+
+IGNORED = -100  # label of what no head can draft: past the answer's end, outside the vocabulary
+_LOOP_TOKENS = 48  # an answer's last tokens that are looked at to call it a loop
+_LOOP_PERIODS = 16  # longest period, tokens, of a loop
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All answers of some shards, and their rows of hidden states where they lie."""
+
+    hidden_TD: list[Tensor]  # one mapped tensor a shard, bf16
+    sampled_T: Tensor  # int64, the token the target sampled from each row
+    next_TK: Tensor  # int64, the tokens that each head should draft; IGNORED past the end
+    record_T: Tensor  # int64, each row's record
+    prompts: list[bytes]  # one digest a record, of the prompt's ids
+    sources: list[str]  # one a record
+    loops: list[bool]  # one a record: cut off at its longest while repeating itself
+
+    @property
+    def rows(self) -> int:
+        """How many rows, that is answer tokens, T."""
+        return self.sampled_T.shape[0]
+
+    def gather(self, rows_B: Tensor) -> Tensor:
+        """[B, D] bf16: the hidden states of `rows_B`, in its order."""
+        hidden_BD = torch.empty(len(rows_B), self.hidden_TD[0].shape[1], dtype=torch.bfloat16)
+        first = 0
+        for hidden_TD in self.hidden_TD:
+            inside_B = (rows_B >= first) & (rows_B < first + hidden_TD.shape[0])
+            hidden_BD[inside_B] = hidden_TD[rows_B[inside_B] - first]
+            first += hidden_TD.shape[0]
+        return hidden_BD
+
+
+def read_texts(shards: list[Path], num_heads: int) -> Texts:
+    """Map shards and make every head's labels. Raises HeadsError for none or damaged ones."""
+    if not shards:
+        raise HeadsError("states: found no shard; expected at least one; run `bpd-train states`")
+    hidden, sampled, following, records = [], [], [], []
+    prompts: list[bytes] = []
+    sources: list[str] = []
+    loops: list[bool] = []
+    for path in shards:
+        shard = read_shard(path)
+        hidden.append(shard.hidden_TD)
+        for record, (prompt_ids, answer_ids) in enumerate(_split_ids(shard)):
+            own_T, next_TK = label_text(prompt_ids, answer_ids, num_heads)
+            sampled.append(own_T)
+            following.append(next_TK)
+            records.append(torch.full_like(own_T, len(prompts)))
+            prompts.append(hashlib.sha256(prompt_ids.int().numpy().tobytes()).digest())
+            cut = shard.finish_reasons[record] == "length"
+            loops.append(cut and is_loop(answer_ids.tolist()))
+        sources += shard.sources
+    return Texts(
+        hidden,
+        torch.cat(sampled),
+        torch.cat(following),
+        torch.cat(records),
+        prompts,
+        sources,
+        loops,
+    )
+
+
+def _split_ids(shard: Shard) -> list[tuple[Tensor, Tensor]]:
+    """(prompt ids, answer ids) of each record, int64."""
+    lengths = torch.stack([shard.prompt_lengths_R, shard.answer_lengths_R], 1).flatten().tolist()
+    parts = shard.token_ids_N.long().split(lengths)
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def label_text(prompt_ids: Tensor, answer_ids: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """What the target sampled from, and each head should draft at, every row of one text.
+
+    Takes int64 ids [P] and [A]; returns int64 [A] and [A, K], rows t = P-1 .. P+A-2.
+    """
+    ids = torch.cat([prompt_ids, answer_ids, answer_ids.new_full((num_heads,), IGNORED)])
+    first, rows = len(prompt_ids) - 1, len(answer_ids)
+    start = sampled_position(first)
+    sampled_T = ids[start : start + rows]
+    starts = [drafted_position(first, head) for head in range(num_heads)]
+    return sampled_T, torch.stack([ids[s : s + rows] for s in starts], dim=1)
+
+
+def is_loop(answer_ids: list[int]) -> bool:
+    """Whether an answer ends in a run of one short period, as greedy decoding likes to."""
+    tail = answer_ids[-_LOOP_TOKENS:]
+    return len(tail) == _LOOP_TOKENS and any(
+        tail[period:] == tail[:-period] for period in range(1, _LOOP_PERIODS + 1)
+    )
+
+
+def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
+    """Row numbers (int64) of the training and the validation split, by prompt.
+
+    A prompt's digest decides, so equal prompts fall on one side, today and with more data.
+    """
+    held_out = [int.from_bytes(p[:8], "big") < validation * 2**64 for p in texts.prompts]
+    held_out_T = torch.tensor(held_out)[texts.record_T]
+    return (~held_out_T).nonzero().flatten(), held_out_T.nonzero().flatten()
+
+
+def draft_vocabulary(sampled_T: Tensor, size: int, vocab_size: int) -> Tensor:
+    """The `size` most frequent ids of `sampled_T`, int64 [V], ascending; ties: lowest id first.
+
+    Where fewer are seen at all, the lowest unseen ids fill up: tokenizers number common pieces
+    first.
+    """
+    counts_W = torch.bincount(sampled_T, minlength=vocab_size)
+    order = torch.sort(counts_W, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def to_draft_ids(next_TK: Tensor, draft_ids_V: Tensor | None, vocab_size: int) -> Tensor:
+    """Labels as rows of the draft vocabulary; IGNORED where a token has none. int64 [T, K]."""
+    if draft_ids_V is None:
+        return next_TK
+    index_W = torch.full((vocab_size,), IGNORED)
+    index_W[draft_ids_V] = torch.arange(len(draft_ids_V))
+    return torch.where(next_TK >= 0, index_W[next_TK.clamp(min=0)], IGNORED)
+
+
+def coverage(sampled_T: Tensor, draft_ids_V: Tensor) -> float:
+    """Share of tokens, 0..1, that the draft vocabulary holds."""
+    return float(torch.isin(sampled_T, draft_ids_V).float().mean())
+
+
+def describe(texts: Texts) -> dict[str, object]:
+    """Counts for provenance: records, answer tokens, loops, answer tokens by source."""
+    tokens: Counter[str] = Counter()
+    for record, count in enumerate(torch.bincount(texts.record_T).tolist()):
+        tokens[texts.sources[record]] += count
+    return {
+        "records": len(texts.prompts),
+        "answer_tokens": texts.rows,
+        "loops": sum(texts.loops),
+        "answer_tokens_by_source": dict(tokens.most_common()),
+    }

@@ -1,0 +1,259 @@
+"""The target's last hidden states under its answers, written to disk as memory-mapped shards.
+
+From the hidden state at position t the target samples token t + 1. For a prompt of P tokens and
+an answer of A tokens the shards keep t = P-1 .. P+A-2: the states that answer tokens came from.
+
+One safetensors file for one answer file: `hidden` [T, D] bf16, `token_ids` [N] int32 (each text's
+prompt and answer, one after the other), `prompt_lengths` [R] and `answer_lengths` [R] int32; its
+metadata holds the sources, the finish reasons and what the shard was made from.
+
+Shape suffixes: R records, N their tokens, T their answer tokens, B texts of a batch, L longest
+of them, D hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads_training.generate import chunk_paths
+from heads_training.target import last_hidden_state, load_model, resolve_target
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.fingerprint import read_fingerprint
+
+logger = logging.getLogger(__name__)
+
+BATCH_TOKENS = 4096  # padded tokens a forward pass; more does not make two cores faster
+_TENSORS = ("hidden", "token_ids", "prompt_lengths", "answer_lengths")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer, as `heads_training.generate` wrote it."""
+
+    prompt_token_ids: list[int]  # at least one
+    answer_token_ids: list[int]  # at least one, the end-of-text token included if there was one
+    finish_reason: str  # the engine's: stop or length
+    source: str  # where the prompt came from
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The hidden states under the answers of one file; tensors are mapped, not read."""
+
+    hidden_TD: Tensor  # bf16
+    token_ids_N: Tensor  # int32
+    prompt_lengths_R: Tensor  # int32, tokens
+    answer_lengths_R: Tensor  # int32, tokens
+    sources: list[str]  # one a record
+    finish_reasons: list[str]  # one a record
+
+
+def read_records(path: Path) -> list[Record]:
+    """The answers of `path`; those without a token are left out, and the log says how many.
+
+    Raises HeadsError naming file, line and field.
+    """
+    records, empty = [], 0
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadsError(f"{path}: not readable as an answer file ({error})") from None
+    for number, line in enumerate(lines, start=1):
+        record = _parse_record(line, f"{path}:{number}")
+        if record.answer_token_ids:
+            records.append(record)
+        else:
+            empty += 1
+    if not records:
+        raise HeadsError(f"{path}: no answers found; expected one object a line")
+    if empty:
+        logger.warning("%s: %d answers without a token left out", path, empty)
+    return records
+
+
+def _parse_record(line: str, where: str) -> Record:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
+    if not isinstance(values, dict):
+        raise HeadsError(f"{where}: found {type(values).__name__}; expected a JSON object")
+    for name in ("prompt_token_ids", "answer_token_ids"):
+        ids = values.get(name)
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise HeadsError(f"{where}: {name}: expected a list of token ids; generate it anew")
+    if not values["prompt_token_ids"]:
+        raise HeadsError(f"{where}: prompt_token_ids: found none; expected at least one token")
+    return Record(
+        values["prompt_token_ids"],
+        values["answer_token_ids"],
+        str(values.get("finish_reason", "unknown")),
+        str(values.get("source", "unknown")),
+    )
+
+
+def answer_files(answers: Path) -> list[Path]:
+    """The answer files meant by `answers`: itself, or the finished ones of a folder.
+
+    Raises HeadsError if there are none.
+    """
+    paths = [answers] if answers.is_file() else chunk_paths(answers)
+    if not paths:
+        raise HeadsError(
+            f"answers: {answers}: found no answer file; expected FILE.jsonl or a folder with "
+            "answers-*.jsonl, as `bpd-train generate` writes them"
+        )
+    return paths
+
+
+def write_states(target: str, answers: Path, states: Path) -> list[Path]:
+    """One shard in `states` for each answer file; shards that are up to date are kept.
+
+    Returns the shards' paths, in the answer files' order. Raises HeadsError for bad input.
+    """
+    from tqdm import tqdm
+
+    fingerprint = read_fingerprint(resolve_target(target))
+    states.mkdir(parents=True, exist_ok=True)
+    todo, shards = [], []
+    for path in answer_files(answers):
+        made_from = {
+            "answers_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "target": json.dumps(fingerprint.__dict__, sort_keys=True),
+        }
+        shards.append(states / f"{path.stem}.safetensors")
+        if not _is_current(shards[-1], made_from):
+            todo.append((path, shards[-1], made_from))
+    if not todo:
+        return shards
+    model = load_model(target)
+    begin, tokens = time.monotonic(), 0
+    for path, shard, made_from in tqdm(todo, unit="file", desc="hidden states"):
+        records = read_records(path)
+        _check_ids(records, fingerprint.vocab_size, path)
+        _write_shard(shard, records, hidden_states(model, records), made_from)
+        tokens += sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in records)
+    speed = tokens / (time.monotonic() - begin)
+    logger.info("hidden states: %d tokens, %.0f tokens/s", tokens, speed)
+    return shards
+
+
+def hidden_states(model: Any, records: list[Record]) -> Tensor:
+    """[T, D] bf16: the states under every record's answer tokens, records one after the other."""
+    starts, total = [], 0
+    for record in records:
+        starts.append(total)
+        total += len(record.answer_token_ids)
+    hidden_TD = torch.empty(total, model.config.get_text_config().hidden_size, dtype=torch.bfloat16)
+    for batch in _batches(records):
+        ids_BL = _padded([records[i] for i in batch])
+        hidden_BLD = last_hidden_state(model, ids_BL)
+        for row, i in enumerate(batch):
+            first = len(records[i].prompt_token_ids) - 1
+            count = len(records[i].answer_token_ids)
+            hidden_TD[starts[i] : starts[i] + count] = hidden_BLD[row, first : first + count]
+    return hidden_TD
+
+
+def _batches(records: list[Record]) -> Iterator[list[int]]:
+    """Indices of records of like length, at most `BATCH_TOKENS` padded tokens together."""
+    order = sorted(range(len(records)), key=lambda i: -_length(records[i]))
+    batch: list[int] = []
+    for i in order:
+        if batch and (len(batch) + 1) * _length(records[batch[0]]) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _length(record: Record) -> int:
+    """Tokens to run: the last answer token's own state is never needed."""
+    return len(record.prompt_token_ids) + len(record.answer_token_ids) - 1
+
+
+def _padded(records: list[Record]) -> Tensor:
+    """[B, L] int64, padded at the end with id 0, which nothing reads."""
+    longest = max(_length(record) for record in records)
+    ids_BL = torch.zeros(len(records), longest, dtype=torch.int64)
+    for row, record in enumerate(records):
+        ids = (record.prompt_token_ids + record.answer_token_ids)[:-1]
+        ids_BL[row, : len(ids)] = torch.tensor(ids)
+    return ids_BL
+
+
+def _check_ids(records: list[Record], vocab_size: int, path: Path) -> None:
+    highest = max(max(r.prompt_token_ids + r.answer_token_ids) for r in records)
+    if highest >= vocab_size:
+        raise HeadsError(
+            f"{path}: found token id {highest}; the target's vocabulary has {vocab_size} ids: "
+            "these answers are another target's"
+        )
+
+
+def _write_shard(
+    path: Path, records: list[Record], hidden_TD: Tensor, made_from: dict[str, str]
+) -> None:
+    """Write whole or not at all."""
+    ids = [i for r in records for i in r.prompt_token_ids + r.answer_token_ids]
+    tensors = {
+        "hidden": hidden_TD,
+        "token_ids": torch.tensor(ids, dtype=torch.int32),
+        "prompt_lengths": _lengths([r.prompt_token_ids for r in records]),
+        "answer_lengths": _lengths([r.answer_token_ids for r in records]),
+    }
+    metadata = {
+        **made_from,
+        "sources": json.dumps([r.source for r in records]),
+        "finish_reasons": json.dumps([r.finish_reason for r in records]),
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata=metadata)
+    partial.replace(path)
+
+
+def _lengths(texts: list[list[int]]) -> Tensor:
+    return torch.tensor([len(ids) for ids in texts], dtype=torch.int32)
+
+
+def _is_current(path: Path, made_from: dict[str, str]) -> bool:
+    """Whether the shard is there and was made from the same answers by the same target."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError):
+        return False
+    return all(metadata.get(name) == value for name, value in made_from.items())
+
+
+def read_shard(path: Path) -> Shard:
+    """Map one shard. Raises HeadsError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            hidden_TD, ids_N, prompts_R, answers_R = (file.get_tensor(n) for n in _TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise HeadsError(f"{path}: not a readable shard ({error}); delete it to remake it") from None
+    return Shard(
+        hidden_TD,
+        ids_N,
+        prompts_R,
+        answers_R,
+        json.loads(metadata["sources"]),
+        json.loads(metadata["finish_reasons"]),
+    )

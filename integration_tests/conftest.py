@@ -1,0 +1,35 @@
+"""Fixtures of the real-engine tests: one live engine process a combination, and tiny targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration_tests.harness.combos import COMBOS, Combo
+from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.releases import ReleaseError
+from integration_tests.harness.targets import TARGETS, write_target
+
+
+@pytest.fixture(scope="session", params=COMBOS, ids=lambda combo: combo.name)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    """A live engine process; every test that asks for it runs on all four combinations."""
+    combo: Combo = request.param
+    log = tmp_path_factory.mktemp("engine") / f"{combo.name}.log"
+    try:
+        process = EngineProcess(combo, log)
+    except ReleaseError as reason:
+        pytest.skip(str(reason))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every tiny target, written once a session: name to checkpoint directory."""
+    root = tmp_path_factory.mktemp("targets")
+    return {name: write_target(target, root / name) for name, target in TARGETS.items()}

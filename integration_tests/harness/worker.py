@@ -1,0 +1,216 @@
+"""The program inside an engine process: build an engine, generate, report, free, repeat.
+
+Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is a dict:
+
+- `llm`: keyword arguments of `vllm.LLM`;
+- `batches`: a list of `{"prompts": [[token id]], "sampling": {SamplingParams arguments}}`, where
+  `sampling` may also be a list with one dict for each prompt; `drafts` names what drafts in this
+  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`;
+- `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
+- `environment`, optional: environment variables for this job only.
+
+The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
+`build_seconds` and `batches`, each with `outputs`, `seconds`, `faults` (what a stand-in found wrong
+in the heads' inputs) and `spec`, the speculative counters of that batch alone. When `ok` is false,
+`error` is the error's last line and `trace` is all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+DEFAULT_LLM = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.2,
+    "num_gpu_blocks_override": 512,
+}
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "per_position",
+}
+
+
+def pretend_triton_backend() -> None:
+    """Let Triton's interpreter run on a CPU: vLLM asks for an active backend before using it."""
+    import triton.backends
+
+    class Driver:
+        """A driver that says it is active."""
+
+        @staticmethod
+        def is_active() -> bool:
+            """Always: the interpreter needs no device."""
+            return True
+
+    class Backend:
+        """A backend with nothing but that driver."""
+
+        compiler = None
+        driver = Driver
+
+    triton.backends.backends["cpu"] = Backend
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of one job."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def model_runner(llm: Any) -> Any:
+    """The model runner of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def runner_name(runner: Any) -> str:
+    """`V2` if the runner descends from the new model runner, else `V1`."""
+    modules = {base.__module__ for base in type(runner).__mro__}
+    return "V2" if "vllm.v1.worker.gpu.model_runner" in modules else "V1"
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """The engine's speculative counters so far, summed since the process began."""
+    found: dict[str, Any] = {"drafts": 0, "drafted": 0, "accepted": 0, "per_position": []}
+    for metric in llm.get_metrics():
+        name = COUNTERS.get(metric.name)
+        if name == "per_position":
+            found[name] = list(metric.values)
+        elif name is not None:
+            found[name] = int(metric.value)
+    return found
+
+
+def counted_since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The counters of what happened between two readings."""
+    grown = {name: after[name] - before[name] for name in ("drafts", "drafted", "accepted")}
+    old = before["per_position"] or [0] * len(after["per_position"])
+    grown["per_position"] = [
+        new - past for new, past in zip(after["per_position"], old, strict=True)
+    ]
+    return grown
+
+
+def sampling_params(sampling: Any) -> Any:
+    """`SamplingParams` from plain data: one for all prompts, or a list with one for each."""
+    from vllm import SamplingParams
+
+    if isinstance(sampling, list):
+        return [SamplingParams(**one) for one in sampling]
+    return SamplingParams(**sampling)
+
+
+def plain_logprobs(completion: Any) -> list[dict[str, float]] | None:
+    """The logprobs of a completion as plain data: token id (as text) to logprob, per token."""
+    if completion.logprobs is None:
+        return None
+    return [{str(token): p.logprob for token, p in row.items()} for row in completion.logprobs]
+
+
+def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Run one batch on the engine and describe its outputs and counters."""
+    from integration_tests.harness import stand_ins
+
+    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"))
+    before = counters(llm)
+    started = time.monotonic()
+    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    results = llm.generate(prompts, sampling_params(batch["sampling"]), use_tqdm=False)
+    outputs = [
+        {
+            "token_ids": list(result.outputs[0].token_ids),
+            "finish_reason": result.outputs[0].finish_reason,
+            "logprobs": plain_logprobs(result.outputs[0]),
+        }
+        for result in results
+    ]
+    return {
+        "outputs": outputs,
+        "seconds": time.monotonic() - started,
+        "spec": counted_since(before, counters(llm)),
+        "faults": stand_ins.SCRIPT.faults[:10],
+    }
+
+
+def free(llm: Any) -> None:
+    """Give back everything the engine held, so that the next one starts clean."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Build the job's engine, run its batches, and free the engine again."""
+    import vllm
+
+    from integration_tests.harness import stand_ins
+
+    llm = None
+    with ExitStack() as stack:
+        stack.enter_context(environment(job.get("environment", {})))
+        try:
+            if job.get("drafts"):
+                stack.enter_context(stand_ins.installed(job["drafts"]))
+            started = time.monotonic()
+            llm = vllm.LLM(**{**DEFAULT_LLM, **job["llm"]})
+            runner = model_runner(llm)
+            reply = {
+                "ok": True,
+                "vllm": vllm.__version__,
+                "runner": runner_name(runner),
+                "runner_class": f"{type(runner).__module__}.{type(runner).__qualname__}",
+                "async_scheduling": bool(
+                    llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+                ),
+                "build_seconds": time.monotonic() - started,
+            }
+            stand_ins.follow(runner)
+            reply["batches"] = [generate(llm, batch) for batch in job["batches"]]
+            return reply
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return {"ok": False, "error": lines[-1], "trace": traceback.format_exc()}
+        finally:
+            stand_ins.follow(None)
+            free(llm)
+
+
+def main() -> None:
+    """Serve jobs until the job pipe closes."""
+    jobs = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
+    replies = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pretend_triton_backend()
+    for line in jobs:
+        replies.write(json.dumps(run_job(json.loads(line))) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Heads on disk: `config.json` and `model.safetensors`, read strictly. Imports no vLLM.
+
+The format is documented in docs/checkpoint-format.md.
+
+Shape suffixes: F joint hidden size, E input size, K heads, D hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_bpd.config import HeadsConfig
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.heads import BlockwiseHeads
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+HIDDEN_WEIGHT = "hidden_layer.weight"
+OUTPUT_WEIGHT = "output_layer.weight"
+DRAFT_TOKEN_IDS = "draft_token_ids"
+_FLOAT_DTYPES = {"F32", "F16", "BF16"}
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+
+
+def expected_tensors(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape; there may be no other."""
+    shapes = {
+        HIDDEN_WEIGHT: (config.joint_hidden_size, config.input_size),
+        OUTPUT_WEIGHT: (config.num_draft_heads * config.hidden_size, config.joint_hidden_size),
+    }
+    if config.draft_vocab_size is not None:
+        shapes[DRAFT_TOKEN_IDS] = (config.draft_vocab_size,)
+    return shapes
+
+
+def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
+    """The strict config of the heads in `folder`. Raises HeadsError, one line, naming the file."""
+    path = Path(folder) / CONFIG_FILE
+    _refuse_pickles(Path(folder))
+    if not path.is_file():
+        raise HeadsError(
+            f"{path}: not found; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, "
+            "as `bpd-train` writes it"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise HeadsError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise HeadsError(f"{path}: found {type(values).__name__}; expected a JSON object")
+    try:
+        return HeadsConfig.from_dict(values)
+    except HeadsError as error:
+        raise HeadsError(f"{path}: {error}") from None
+
+
+def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
+    """Compare the weight file's header with the config, reading no weights.
+
+    Raises HeadsError for a missing, unused or misshapen tensor, a wrong dtype, a damaged file.
+    """
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.is_file():
+        raise HeadsError(f"{path}: not found; heads are loaded from safetensors only")
+    expected = expected_tensors(config)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for name in sorted(expected.keys() - names):
+                raise HeadsError(f"{path}: {name}: missing; expected shape {expected[name]}")
+            for name in sorted(names - expected.keys()):
+                raise HeadsError(f"{path}: {name}: unused; expected only {', '.join(expected)}")
+            for name, shape in expected.items():
+                found = file.get_slice(name)
+                if tuple(found.get_shape()) != shape:
+                    raise HeadsError(
+                        f"{path}: {name}: found shape {tuple(found.get_shape())}; "
+                        f"{CONFIG_FILE} says {shape}"
+                    )
+                dtypes = {"I32"} if name == DRAFT_TOKEN_IDS else _FLOAT_DTYPES
+                if found.get_dtype() not in dtypes:
+                    raise HeadsError(
+                        f"{path}: {name}: found dtype {found.get_dtype()}; "
+                        f"expected {' or '.join(sorted(dtypes))}"
+                    )
+    except (SafetensorError, OSError) as error:
+        raise HeadsError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def load_tensors(folder: str | os.PathLike[str], config: HeadsConfig) -> dict[str, Tensor]:
+    """All tensors of the heads in `folder`, checked as `check_weights` does, on the CPU."""
+    check_weights(folder, config)
+    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in expected_tensors(config)}
+    if DRAFT_TOKEN_IDS in tensors:
+        check_draft_token_ids(tensors[DRAFT_TOKEN_IDS], config)
+    return tensors
+
+
+def check_draft_token_ids(ids_V: Tensor, config: HeadsConfig) -> None:
+    """Ids must ascend strictly (lowest id wins ties then, too) and lie in the vocabulary."""
+    ascending = bool((ids_V[1:] > ids_V[:-1]).all())
+    if not ascending or int(ids_V[0]) < 0 or int(ids_V[-1]) >= config.target.vocab_size:
+        raise HeadsError(
+            f"{DRAFT_TOKEN_IDS}: found ids {int(ids_V.min())}..{int(ids_V.max())}, "
+            f"{'' if ascending else 'not '}ascending; expected strictly ascending ids in "
+            f"0..{config.target.vocab_size - 1}"
+        )
+
+
+def load_heads(
+    folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32
+) -> tuple[BlockwiseHeads, Tensor | None]:
+    """Plain-torch heads of `folder` in `dtype`, and the draft vocabulary (int64 [V]) or None."""
+    config = read_config(folder)
+    tensors = load_tensors(folder, config)
+    ids_V = tensors.pop(DRAFT_TOKEN_IDS, None)
+    heads = BlockwiseHeads(config)
+    heads.load_state_dict(tensors)
+    return heads.to(dtype), None if ids_V is None else ids_V.long()
+
+
+def save_heads(
+    folder: str | os.PathLike[str],
+    heads: BlockwiseHeads,
+    draft_token_ids_V: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    extra_files: dict[str, str] | None = None,
+) -> None:
+    """Write heads whole or not at all: an older checkpoint in `folder` survives any failure.
+
+    `extra_files` maps further file names (provenance, a README) to their text.
+    """
+    config = heads.config
+    if (draft_token_ids_V is None) != (config.draft_vocab_size is None):
+        raise HeadsError(
+            "draft_token_ids: must be given exactly when the config has a draft_vocab_size "
+            f"(found {config.draft_vocab_size})"
+        )
+    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in _weights(heads)}
+    if draft_token_ids_V is not None:
+        check_draft_token_ids(draft_token_ids_V, config)
+        tensors[DRAFT_TOKEN_IDS] = draft_token_ids_V.to("cpu", torch.int32).contiguous()
+    target = Path(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        _write_json(staging / CONFIG_FILE, config.to_dict())
+        for name, text in (extra_files or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+        check_weights(staging, read_config(staging))
+        staging.chmod(0o755)
+        _swap_in(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _weights(heads: BlockwiseHeads) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in heads.state_dict().items() if value is not None]
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _swap_in(staging: Path, target: Path) -> None:
+    """Put `staging` where `target` is; two renames, the old folder removed last."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    os.replace(target, old)
+    try:
+        staging.rename(target)
+    except OSError:
+        os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """A pickle runs code when read, so heads never come from one, even if named by the user."""
+    if folder.suffix in _PICKLES:
+        raise HeadsError(
+            f"{folder}: a pickled checkpoint; expected a folder with {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}: convert it with safetensors in a place you trust"
+        )
+    if folder.is_dir() and not (folder / WEIGHTS_FILE).exists():
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+        if pickles:
+            raise HeadsError(
+                f"{folder / pickles[0]}: a pickled checkpoint, which runs code when read; "
+                f"expected {WEIGHTS_FILE}: convert it with safetensors in a place you trust"
+            )

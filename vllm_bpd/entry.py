@@ -1,0 +1,102 @@
+"""What users touch: the command line, `EngineArgs` and `SpeculativeConfig` learn the word `bpd`.
+
+The functions here are the replacements of `patches.ENTRY` and of the config rows of
+`patches.RUNNERS`; each gets the original first and passes everything through for other methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+from vllm_bpd.errors import HeadsError
+
+METHOD = "bpd"
+logger = logging.getLogger(__name__)
+
+# Why `bpd` is refused in this process; None where it works.
+_refused: str | None = None
+# Whether arguments came from a command line, where a mistake is one line and no traceback.
+_command_line = False
+
+
+def refuse(reason: str) -> None:
+    """Make every way of naming `bpd` fail with `reason`; other methods keep working."""
+    global _refused
+    _refused = f"speculative method bpd: {reason}; `vllm-bpd doctor` shows every touched symbol"
+    logger.warning("%s", _refused)
+
+
+def new_speculative_config(
+    original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any
+) -> Any:
+    """`SpeculativeConfig(method="bpd", ...)` makes our subclass of it."""
+    from vllm.config import SpeculativeConfig
+
+    if cls is not SpeculativeConfig or kwargs.get("method") != METHOD:
+        return original(cls)
+    if _refused:
+        raise HeadsError(_refused)
+    from vllm_bpd.speculative import BpdSpeculativeConfig
+
+    return original(BpdSpeculativeConfig)
+
+
+def create_engine_config(
+    original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Take the bare word, and show a user's mistake on the command line as one line."""
+    if engine_args.speculative_config == METHOD:
+        engine_args.speculative_config = {"method": METHOD}
+    try:
+        return original(engine_args, *args, **kwargs)
+    except HeadsError as error:
+        if _command_line:
+            raise SystemExit(f"vllm: error: {error}") from None
+        raise
+
+
+def add_cli_args(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """Let `--speculative-config bpd` and `--spec-method bpd` parse, and say so in --help."""
+    global _command_line
+    _command_line = True
+    parser = original(parser)
+    options = parser._option_string_actions
+    config, method = options["--speculative-config"], options["--spec-method"]
+    parse_json: Any = config.type
+
+    def speculative_config(text: str) -> Any:
+        return {"method": METHOD} if text == METHOD else parse_json(text)
+
+    config.type = speculative_config
+    config.help = (
+        f"{config.help or ''}\n\nThe bare word `bpd` serves blockwise heads (vllm-bpd): those "
+        "inside the target's folder, or those shipped for it."
+    )
+    if method.choices is not None:
+        method.choices = [*method.choices, METHOD]
+    return parser
+
+
+def async_methods(original: Any) -> Any:
+    """The methods that may use async scheduling, ours included."""
+    return Literal[original, "bpd"]
+
+
+def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None:
+    """V2 keeps async scheduling; V1 drafts after its bookkeeping, so it cannot have it."""
+    if getattr(vllm_config.speculative_config, "method", None) == METHOD:
+        scheduler = vllm_config.scheduler_config
+        if not vllm_config.use_v2_model_runner:
+            if scheduler.async_scheduling:
+                raise HeadsError(
+                    "async_scheduling: found True; bpd on model runner V1 drafts after the "
+                    "sampled tokens are known; leave it out, or use model runner V2 "
+                    "(VLLM_USE_V2_MODEL_RUNNER=1)"
+                )
+            scheduler.async_scheduling = False
+    original(vllm_config)

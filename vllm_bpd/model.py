@@ -1,0 +1,138 @@
+"""The heads as a vLLM model: loaded by vLLM's own loader, sharded as its own layers are.
+
+Shape suffixes: B rows, D hidden size, K heads, N = B * K, V scored ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from vllm_bpd.checkpoint import DRAFT_TOKEN_IDS, OUTPUT_WEIGHT, check_draft_token_ids
+from vllm_bpd.config import HeadsConfig
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.heads import BlockwiseHeads
+from vllm_bpd.projection import DraftProjection
+
+
+class BlockwiseHeadsModel(nn.Module):
+    """k - 1 blockwise heads beside a target, on one tensor-parallel rank.
+
+    The joint hidden layer is split by columns and the output layer by rows, so each rank holds
+    1/tp of the weights and one all-reduce joins them. Where tp does not divide the joint hidden
+    size, both are replicated and nothing is reduced. No layer is ever quantised.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Build the heads that `vllm_config.speculative_config` names; weights come later."""
+        super().__init__()
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        self.config: HeadsConfig = speculative.draft_model_config.hf_config.heads
+        shards = self.config.joint_hidden_size % get_tensor_model_parallel_world_size() == 0
+        self.heads = BlockwiseHeads(
+            self.config,
+            make_hidden=lambda size, out: _hidden_layer(size, out, shards, prefix),
+            make_output=lambda size, out: _output_layer(size, out, shards, prefix),
+            num_heads=speculative.num_speculative_tokens,
+        )
+        self.draft_token_ids_V: Tensor | None = None
+        self.projection: DraftProjection | None = None
+        self.embed: nn.Module | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the checkpoint's tensors strictly; returns the parameter names loaded.
+
+        Raises HeadsError for a tensor that is missing, unused or of another shape.
+        """
+        wanted = dict(self.heads.named_parameters())
+        loaded: set[str] = set()
+        for name, tensor in weights:
+            if name == DRAFT_TOKEN_IDS and self.config.draft_vocab_size is not None:
+                check_draft_token_ids(tensor, self.config)
+                self.draft_token_ids_V = tensor.long()
+                continue
+            parameter = wanted.get(name)
+            if parameter is None:
+                raise HeadsError(f"{name}: unused tensor; expected {', '.join(wanted)}")
+            if name == OUTPUT_WEIGHT:  # fewer drafts than heads: the first heads' rows
+                tensor = tensor[: self.heads.num_heads * self.config.hidden_size]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+            loaded.add(name)
+        missing = sorted(wanted.keys() - loaded)
+        if self.config.draft_vocab_size is not None and self.draft_token_ids_V is None:
+            missing.append(DRAFT_TOKEN_IDS)
+        if missing:
+            raise HeadsError(f"{', '.join(missing)}: missing from the heads' weights")
+        return {f"heads.{name}" for name in loaded}
+
+    def bind(self, target: nn.Module) -> None:
+        """Share the target's vocabulary projection and, if conditioned on it, its embedding."""
+        self.projection = DraftProjection(target, self.draft_token_ids_V)
+        if self.config.conditioning == "sampled_token":
+            self.embed = target
+
+    def forward(self, hidden_BD: Tensor, sampled_B: Tensor) -> Tensor:
+        """Draft token ids, int64 [B, K], from last hidden states [B, D] and ids just sampled [B].
+
+        One batched pass: two matrix products for all heads, one with the vocabulary. Every rank
+        of a tensor-parallel group must call it with the same B.
+        """
+        assert self.projection is not None, "bind() comes first"
+        embedding_BD = None
+        if self.embed is not None:
+            embedding_BD = self.embed.embed_input_ids(sampled_B)
+        states_BKD = self.heads(hidden_BD, embedding_BD)
+        ids_N: Tensor = self.projection.top_tokens(states_BKD.flatten(0, 1))
+        return ids_N.view(-1, self.heads.num_heads)
+
+
+@torch.inference_mode()
+def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHeadsModel:
+    """The heads that `vllm_config` names, through vLLM's loader, bound to `target`."""
+    from vllm.compilation.backends import set_model_tag
+    from vllm.model_executor.model_loader import get_model
+
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    load_config = speculative.draft_load_config
+    if load_config is None:
+        # A target may be stored in any format; heads are safetensors, or dummies beside dummies.
+        target_load = vllm_config.load_config
+        chosen = "dummy" if target_load.load_format == "dummy" else "safetensors"
+        load_config = type(target_load)(load_format=chosen)
+    with set_model_tag("bpd_heads"):
+        model = get_model(
+            vllm_config=vllm_config,
+            model_config=speculative.draft_model_config,
+            load_config=load_config,
+        )
+    assert isinstance(model, BlockwiseHeadsModel)
+    model.bind(target)
+    return model
+
+
+def _hidden_layer(size: int, out: int, shards: bool, prefix: str) -> nn.Module:
+    name = f"{prefix}heads.hidden_layer"
+    if not shards:
+        return ReplicatedLinear(size, out, bias=False, return_bias=False, prefix=name)
+    return ColumnParallelLinear(
+        size, out, bias=False, gather_output=False, return_bias=False, prefix=name
+    )
+
+
+def _output_layer(size: int, out: int, shards: bool, prefix: str) -> nn.Module:
+    name = f"{prefix}heads.output_layer"
+    if not shards:
+        return ReplicatedLinear(size, out, bias=False, return_bias=False, prefix=name)
+    return RowParallelLinear(size, out, bias=False, return_bias=False, prefix=name)

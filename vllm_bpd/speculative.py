@@ -1,0 +1,149 @@
+"""`SpeculativeConfig` for method `bpd`: finds the heads, refuses what cannot work, early.
+
+Built in the front end before any weight is loaded, then sent to every worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_bpd.discovery import FoundHeads, find_heads
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.patches import install_runners
+from vllm_bpd.patching import PatchError
+
+logger = logging.getLogger(__name__)
+
+# Fields of SpeculativeConfig that mean something for blockwise heads. The others belong to other
+# methods: set, they would be ignored in silence, so they are refused by name.
+_OUR_FIELDS = {
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "revision",
+    "enforce_eager",
+    "draft_tensor_parallel_size",
+    "draft_load_config",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "target_model_config",
+    "target_parallel_config",
+    "draft_model_config",
+    "draft_parallel_config",
+    "max_model_len",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+}
+
+
+@config
+class BpdSpeculativeConfig(SpeculativeConfig):
+    """Serve blockwise heads: `{"method": "bpd", "model": DIR_OR_HUB_ID}`.
+
+    `num_speculative_tokens` is the number of drafts, k - 1; it defaults to the heads in the
+    checkpoint and may be less.
+    """
+
+    method: Literal["bpd"] = "bpd"
+    """Always `bpd`."""
+
+    def __post_init__(self) -> None:
+        """Find and check the heads; raises HeadsError, one line, for what cannot work."""
+        connect_runners()
+        self._refuse_foreign_fields()
+        target = self.target_model_config
+        if target is None:
+            raise HeadsError("target_model_config: missing; bpd needs the target's config")
+        refuse_target(target)
+        found = find_heads(target.model, self.model, self.revision, target.hf_token)
+        self._take_heads(found)
+        logger.info(
+            "bpd: %d of %d heads, %s (%s)",
+            self.num_speculative_tokens,
+            found.config.num_draft_heads,
+            found.source,
+            found.folder,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in another process: its runners must be connected before they are built."""
+        connect_runners()
+        self.__dict__.update(state)
+
+    def _refuse_foreign_fields(self) -> None:
+        defaults = SpeculativeConfig.__dataclass_fields__
+        for name in defaults:
+            value = getattr(self, name)
+            if name not in _OUR_FIELDS and value != defaults[name].default and value is not None:
+                raise HeadsError(
+                    f"{name}: found {value!r}; it has no meaning for method bpd; leave it out"
+                )
+
+    def _take_heads(self, found: FoundHeads) -> None:
+        heads = found.config
+        if self.num_speculative_tokens is None:
+            self.num_speculative_tokens = heads.num_draft_heads
+        elif self.num_speculative_tokens > heads.num_draft_heads:
+            raise HeadsError(
+                f"num_speculative_tokens: found {self.num_speculative_tokens}; the checkpoint in "
+                f"{found.folder} has {heads.num_draft_heads} heads; give at most that many, or "
+                "train more"
+            )
+        target = self.target_model_config
+        self.model = str(found.folder)
+        self.draft_model_config = ModelConfig(
+            model=self.model,
+            runner="draft",
+            tokenizer=target.tokenizer,
+            tokenizer_mode=target.tokenizer_mode,
+            skip_tokenizer_init=target.skip_tokenizer_init,
+            dtype=target.dtype,
+            seed=target.seed,
+            enforce_eager=target.enforce_eager,
+            spec_target_max_model_len=target.max_model_len,
+        )
+        # V1 drafts nothing for a whole batch if one request is within a block of the drafter's
+        # limit. Heads have no positions, hence no limit; the scheduler cuts at the target's.
+        self.draft_model_config.max_model_len = target.max_model_len + self.num_speculative_tokens
+        tensor_parallel = self.target_parallel_config.tensor_parallel_size
+        if self.draft_tensor_parallel_size not in (None, tensor_parallel):
+            raise HeadsError(
+                f"draft_tensor_parallel_size: found {self.draft_tensor_parallel_size}; heads share "
+                f"the target's vocabulary projection, hence its {tensor_parallel}; leave it out"
+            )
+        self.draft_tensor_parallel_size = tensor_parallel
+        self.draft_parallel_config = SpeculativeConfig.create_draft_parallel_config(
+            self.target_parallel_config, tensor_parallel
+        )
+
+
+def connect_runners() -> None:
+    """Apply `patches.RUNNERS`; a vLLM that differs is refused by name."""
+    try:
+        install_runners()
+    except PatchError as error:
+        raise HeadsError(
+            f"speculative method bpd: {error}; `vllm-bpd doctor` shows every touched symbol"
+        ) from None
+
+
+def refuse_target(target: ModelConfig) -> None:
+    """Raise HeadsError for kinds of target that are not tested with blockwise heads."""
+    kinds = {
+        "a pooling model": target.runner_type == "pooling",
+        "a multimodal model": target.is_multimodal_model,
+        "an encoder-decoder model": target.is_encoder_decoder,
+        "a hybrid or state-space model": target.is_hybrid or target.is_attention_free,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise HeadsError(
+                f"model: {target.model} is {kind}; bpd serves decoder-only text models with "
+                "attention; serve it without --speculative-config bpd"
+            )

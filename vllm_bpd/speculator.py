@@ -1,0 +1,137 @@
+"""Model runner V2: drafts on the device, with no wait for it, in a CUDA graph where there is one.
+
+Written after how the engine's parallel drafters do it (vllm/v1/worker/gpu/spec_decode/dflash).
+
+Shape suffixes: B requests (padded to the graph's size when replayed), T target tokens, D hidden
+size, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_bpd.entry import METHOD
+from vllm_bpd.model import BlockwiseHeadsModel, load_heads_model
+
+
+class BpdSpeculator(DraftModelSpeculator):
+    """V2's speculator for method `bpd`: one parallel pass over each request's last accepted row."""
+
+    model: BlockwiseHeadsModel
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        """Reserve the buffers that a captured graph reads and writes."""
+        super().__init__(vllm_config, device)
+        self.hidden_BD = torch.zeros(
+            self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device
+        )
+        self.sampled_B = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self.graphs: CudaGraphManager | None = None
+
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the heads and bind them to the target."""
+        return load_heads_model(self.vllm_config, target_model)
+
+    def set_attn(
+        self,
+        model_state: Any,
+        kv_cache_config: Any,
+        block_tables: Any,
+        target_input_buffers: Any,
+        target_attn_groups: Any,
+    ) -> None:
+        """Heads have no attention and no KV cache: nothing to set up."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Prepare graphs for the decode sizes where the engine captures full decode graphs."""
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        self.graphs = CudaGraphManager(
+            self.vllm_config,
+            self.device,
+            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+            decode_query_len=1,  # drafting reads one row a request
+        )
+
+    def capture(self) -> None:
+        """Record one drafting graph for each captured batch size."""
+        assert self.graphs is not None
+        self.hidden_BD.zero_()
+        self.sampled_B.zero_()
+
+        def create_forward_fn(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> Callable[[CUDAGraphMode], None]:
+            num_reqs = desc.num_reqs or desc.num_tokens
+            return lambda mode: self._draft(num_reqs)
+
+        self.graphs.capture(create_forward_fn, progress_bar_desc="Capturing bpd CUDA graphs")
+
+    def _draft(self, num_reqs: int) -> None:
+        """Fill the first `num_reqs` rows of `draft_tokens` from the same rows of the buffers."""
+        self.draft_tokens[:num_reqs] = self.model(
+            self.hidden_BD[:num_reqs], self.sampled_B[:num_reqs]
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Draft ids, int64 [B, K], from the target's last hidden states [T, D].
+
+        Rows of requests that sampled nothing (a prefill chunk) are computed and mean nothing; the
+        runner ignores them. Shapes never depend on values on the device, so nothing waits for it.
+        """
+        num_reqs = input_batch.num_reqs
+        ends_B = input_batch.query_start_loc[1 : num_reqs + 1].long()
+        rows_B = (ends_B - 1 - num_rejected[:num_reqs]).clamp_(min=0)
+        torch.index_select(last_hidden_states, 0, rows_B, out=self.hidden_BD[:num_reqs])
+        sampled_B = last_sampled.view(-1)[input_batch.idx_mapping[:num_reqs]]
+        # A slot that never sampled may hold any value; the embedding needs an id.
+        self.sampled_B[:num_reqs] = sampled_B.clamp(0, self.vocab_size - 1)
+        assert self.graphs is not None or is_profile or dummy_run
+        if self.graphs is None or is_profile:
+            self._draft(num_reqs)
+            return self.draft_tokens[:num_reqs]
+        desc = self.graphs.dispatch(
+            num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0
+        )
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            self.graphs.run_fullgraph(desc)
+        else:
+            self._draft(num_reqs)
+        return self.draft_tokens[:num_reqs]
+
+
+def init_speculator(
+    original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any
+) -> Any:
+    """Build our speculator for method `bpd`; pass on for the others."""
+    if vllm_config.speculative_config.method == METHOD:
+        return BpdSpeculator(vllm_config, device)
+    return original(vllm_config, device, req_states)
