@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from heads_training.prompts import Prompt, pick_openers, read_prompts, user_prefix
+from vllm_bpd.errors import HeadsError
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +25,35 @@ logger = logging.getLogger(__name__)
 class GenerateConfig:
     """How the training answers are made."""
 
-    target: str  # model folder or hub id
-    output: Path  # folder that receives answers-<worker>-<chunk>.jsonl
-    prompts: tuple[Path, ...] = ()  # JSONL prompt files; may be used beside self-written ones
-    self_written: int = 2000  # prompts the target writes itself
-    answer_tokens: int = 256  # longest answer, tokens
-    chunk: int = 256  # prompts a chunk; one file each, written whole or not at all
-    seed: int = 0  # draws openers, sampling and order
-    worker: int = 0  # this process's index: chunk i belongs to worker i % workers
-    workers: int = 1  # processes that share the work, each with its own engine
-    max_model_len: int = 2048  # tokens, prompt and answer
-    max_num_seqs: int = 128  # requests decoded at once
-    dtype: str = "auto"  # the engine's dtype, the one that will be served
+    target: Annotated[str, "model folder or hub id"]
+    output: Annotated[Path, "folder that receives answers-<chunk>.jsonl"]
+    prompts: Annotated[tuple[Path, ...], "JSONL prompt files, used beside self-written ones"] = ()
+    self_written: Annotated[int, "prompts the target writes itself"] = 2000
+    answer_tokens: Annotated[int, "longest answer, tokens"] = 256
+    chunk: Annotated[int, "prompts a chunk; one file each, written whole or not at all"] = 256
+    seed: Annotated[int, "draws openers, sampling and order"] = 0
+    worker: Annotated[int, "this process's index: it makes chunks worker, worker + workers, .."] = 0
+    workers: Annotated[int, "processes that share the work, each with its own engine"] = 1
+    max_model_len: Annotated[int, "tokens, prompt and answer"] = 2048
+    max_num_seqs: Annotated[int, "requests decoded at once"] = 128
+    dtype: Annotated[str, "the engine's dtype, the one that will be served"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values. Raises HeadsError naming field, found and expected."""
+        for name in ("answer_tokens", "chunk", "workers", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.worker < self.workers:
+            raise HeadsError(f"worker: found {self.worker}; expected 0..{self.workers - 1}")
+        if self.self_written < 0 or not (self.self_written or self.prompts):
+            raise HeadsError(
+                f"self_written: found {self.self_written}; expected at least 1, or prompt files"
+            )
+        if self.max_model_len <= self.answer_tokens:
+            raise HeadsError(
+                f"max_model_len: found {self.max_model_len}; expected more than answer_tokens "
+                f"({self.answer_tokens}), to leave room for a prompt"
+            )
 
 
 def chunk_paths(folder: Path) -> list[Path]:
@@ -84,7 +102,10 @@ def _write_user_turns(
     return prompts
 
 
-def _answer(llm: Any, tokenizer: Any, prompts: list[Prompt], config: GenerateConfig) -> list[dict]:
+def _answer(
+    llm: Any, tokenizer: Any, prompts: list[Prompt], config: GenerateConfig
+) -> list[dict[str, Any]]:
+    """Greedy answers, as records; prompts that leave an answer no room are left out, and logged."""
     from vllm import SamplingParams
 
     longest = config.max_model_len - config.answer_tokens
@@ -96,6 +117,12 @@ def _answer(llm: Any, tokenizer: Any, prompts: list[Prompt], config: GenerateCon
         if len(ids) <= longest:
             requests.append({"prompt_token_ids": ids})
             kept.append(prompt)
+    if len(kept) < len(prompts):
+        logger.warning(
+            "%d prompts of more than %d tokens left out; raise --max-model-len to keep them",
+            len(prompts) - len(kept),
+            longest,
+        )
     params = SamplingParams(temperature=0.0, max_tokens=config.answer_tokens, detokenize=False)
     outputs = llm.generate(requests, params, use_tqdm=False)
     return [
@@ -110,10 +137,12 @@ def _answer(llm: Any, tokenizer: Any, prompts: list[Prompt], config: GenerateCon
 
 
 def generate(config: GenerateConfig) -> int:
-    """Write every chunk of this worker that is not on disk yet; answer tokens written."""
+    """Write every chunk of this worker that is not on disk yet; answer tokens written.
+
+    Raises HeadsError for prompt files or a tokenizer that cannot be used.
+    """
     from tqdm import tqdm
 
-    config.output.mkdir(parents=True, exist_ok=True)
     todo = [
         (number, items, path)
         for number, items in _plan(config)
@@ -123,23 +152,17 @@ def generate(config: GenerateConfig) -> int:
     if not todo:
         logger.info("%s: every answer is there already", config.output)
         return 0
-    from vllm import LLM
-
-    llm = LLM(
-        config.target,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        seed=config.seed,
-    )
+    config.output.mkdir(parents=True, exist_ok=True)
+    llm, written = _engine(config), 0
     tokenizer = llm.get_tokenizer()
-    written = 0
     with tqdm(total=sum(len(items) for _, items, _ in todo), unit="prompt") as bar:
         for number, items, path in todo:
             openers = [item for item in items if isinstance(item, tuple)]
             prompts = [item for item in items if isinstance(item, Prompt)]
-            seed = config.seed + number * config.chunk
-            prompts += _write_user_turns(llm, tokenizer, openers, seed)
+            # One seed a request, never used twice over all chunks.
+            prompts += _write_user_turns(
+                llm, tokenizer, openers, config.seed + number * config.chunk
+            )
             records = _answer(llm, tokenizer, prompts, config)
             partial = path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
@@ -148,3 +171,16 @@ def generate(config: GenerateConfig) -> int:
             bar.update(len(items))
             bar.set_postfix(answer_tokens=written)
     return written
+
+
+def _engine(config: GenerateConfig) -> Any:
+    """vLLM's offline engine for the target, without speculation."""
+    from vllm import LLM
+
+    return LLM(
+        config.target,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        seed=config.seed,
+    )

@@ -248,7 +248,9 @@ def read_shard(path: Path) -> Shard:
             metadata = file.metadata()
             hidden_TD, ids_N, prompts_R, answers_R = (file.get_tensor(n) for n in _TENSORS)
     except (SafetensorError, OSError) as error:
-        raise HeadsError(f"{path}: not a readable shard ({error}); delete it to remake it") from None
+        raise HeadsError(
+            f"{path}: not a readable shard ({error}); delete it to remake it"
+        ) from None
     return Shard(
         hidden_TD,
         ids_N,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_bpd.errors import HeadsError
+
 # (opener, weight, longest completion in tokens). The empty opener lets the target choose.
 OPENERS: tuple[tuple[str, int, int], ...] = (
     ("", 8, 96),
@@ -70,20 +72,24 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file with `prompt`, `messages` or ShareGPT `conversations` a line.
 
-    Raises ValueError naming file, line and what was found.
+    Raises HeadsError naming file, line and what was found.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadsError(f"{path}: not readable as a prompt file ({error})") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error}); expected one object a line") from None
+            raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
         prompts.append(Prompt(tuple(_messages(record, where)), path.stem))
     if not prompts:
-        raise ValueError(f"{path}: no prompts found; expected at least one JSON object a line")
+        raise HeadsError(f"{path}: no prompts found; expected at least one JSON object a line")
     return prompts
 
 
@@ -96,7 +102,7 @@ def _messages(record: Any, where: str) -> list[dict[str, str]]:
         if isinstance(record.get("conversations"), list):
             return _up_to_last_user(record["conversations"], "from", "value", where)
     found = sorted(record) if isinstance(record, dict) else type(record).__name__
-    raise ValueError(
+    raise HeadsError(
         f"{where}: found {found}; expected a string `prompt`, or a list `messages` "
         "(role, content) or `conversations` (from, value)"
     )
@@ -108,12 +114,12 @@ def _up_to_last_user(turns: list[Any], role: str, text: str, where: str) -> list
     messages = []
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get(text), str) or role not in turn:
-            raise ValueError(f"{where}: found turn {turn!r}; expected keys `{role}` and `{text}`")
+            raise HeadsError(f"{where}: found turn {turn!r}; expected keys `{role}` and `{text}`")
         messages.append({"role": names.get(turn[role], turn[role]), "content": turn[text]})
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
-        raise ValueError(f"{where}: found no user turn; expected at least one")
+        raise HeadsError(f"{where}: found no user turn; expected at least one")
     return messages
 
 
@@ -127,10 +133,10 @@ def pick_openers(count: int, seed: int) -> list[tuple[str, int]]:
 def user_prefix(tokenizer: Any) -> str:
     """The chat template's text up to where a first user turn begins.
 
-    Raises ValueError if the tokenizer has no chat template.
+    Raises HeadsError if the tokenizer has no chat template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
+        raise HeadsError(
             "chat_template: found none in the target's tokenizer; expected one, since prompts "
             "are self-written after its user prefix; give --prompts FILE.jsonl instead"
         )

@@ -49,7 +49,7 @@ class TrainConfig:
     conditioning: Annotated[Conditioning, "what heads read beside the state"] = "sampled_token"
     draft_vocab_size: Annotated[int, "ids that heads score; 0: the whole vocabulary"] = 8192
     head_loss: Annotated[Literal["random", "mean"], "heads trained in one step"] = "mean"
-    head_decay: Annotated[float, "each head's weight relative to the head before, 0..1"] = 0.8
+    head_decay: Annotated[float, "rows a head trains on, relative to the head before, 0..1"] = 0.7
     distillation: Annotated[float, "share of the target's probabilities in the labels, 0..1"] = 0.5
     steps: Annotated[int, "optimiser steps"] = 4000
     batch_size: Annotated[int, "rows (answer tokens) a step"] = 1024
@@ -185,27 +185,31 @@ class Trainer:
             self._order_epoch, self._order_T = epoch, self.data.train_T[order]
         return self._order_T[place * size : (place + 1) * size]
 
-    def head_weights(self) -> dict[int, float]:
-        """The heads trained at the present step and their weights, which sum to 1."""
+    def head_shares(self) -> dict[int, float]:
+        """The heads trained at the present step, and the share of the batch each trains on.
+
+        A later head's draft counts only behind accepted ones, so it gets `head_decay` times the
+        rows of the head before: the same as weights that decay, at a smaller cost.
+        """
         decays = [self.config.head_decay**i for i in range(self.config.num_draft_heads)]
         if self.config.head_loss == "random":
             seed = self.config.seed * 1_000_003 + self.step
             return {random.Random(seed).choices(range(len(decays)), decays)[0]: 1.0}
-        return {i: decay / sum(decays) for i, decay in enumerate(decays)}
+        return dict(enumerate(decays))
 
     def train_step(self) -> float:
         """One optimiser step; its loss. Raises HeadsError naming the step if it is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         loss = self._loss(self.batch_rows())
-        value = float(loss)
+        value = float(loss.detach())
         if not math.isfinite(value):
             raise HeadsError(
                 f"training: found loss {value} at step {self.step}; expected a finite one; lower "
                 "--learning-rate, or look for damaged states"
             )
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), self.config.grad_clip)
         self.optimizer.step()
         self.step += 1
@@ -218,13 +222,14 @@ class Trainer:
         embedding_BD = self.embedding_WD[data.texts.sampled_T[rows_B]] if conditioned else None
         with torch.autocast("cpu", torch.bfloat16, enabled=self.config.autocast):
             states_BKD = self.heads(hidden_BD, embedding_BD)
-            total = states_BKD.new_zeros((), dtype=torch.float32)
-            for head, weight in self.head_weights().items():
+            total: Tensor = states_BKD.new_zeros((), dtype=torch.float32)
+            for head, share in self.head_shares().items():
+                rows = max(round(share * len(rows_B)), 1)
                 ids_BS, weights_BS = losses.sparse_targets(
-                    data.labels_TK, data.soft, rows_B, head, self.config.distillation
+                    data.labels_TK, data.soft, rows_B[:rows], head, self.config.distillation
                 )
-                logits_BV = states_BKD[:, head] @ self.head_VD.T
-                total = total + weight * losses.sparse_cross_entropy(logits_BV, ids_BS, weights_BS)
+                logits_BV = states_BKD[:rows, head] @ self.head_VD.T
+                total = total + share * losses.sparse_cross_entropy(logits_BV, ids_BS, weights_BS)
         return total
 
     def validate(self, max_rows: int) -> float:
@@ -283,7 +288,10 @@ class Trainer:
             )
 
     def _made_with(self) -> dict[str, Any]:
-        rows = {"training rows": len(self.data.train_T), "target": str(self.data.target.fingerprint)}
+        rows = {
+            "training rows": len(self.data.train_T),
+            "target": str(self.data.target.fingerprint),
+        }
         return {**asdict(self.config), **rows}
 
 
@@ -323,5 +331,3 @@ def train(config: TrainConfig, data: TrainingData, work: Path) -> Trained:
     if trainer.step == first:
         k_hat = trainer.validate(config.validation_rows)
     return Trained(trainer.heads, k_hat, time.monotonic() - begin)
-
-

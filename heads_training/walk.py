@@ -6,12 +6,14 @@ to the target's own tokens is accepted, and the target adds one token. A step co
 drafts were verified, also the answer's last, where drafts past the end are lost:
 k-hat = 1 + accepted / steps, as vLLM reports it.
 
-Shape suffixes: T rows (answer tokens) walked, B rows of a batch, K heads, V scored ids, D hidden.
+Shape suffixes: T rows (answer tokens) walked, S those of a group, B rows of a batch, R answers,
+K heads, V scored ids, W whole vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,34 +106,49 @@ def walk(match_TK: Tensor, lengths: list[int], num_drafts: int) -> WalkCounts:
     )
 
 
-def walk_report(
-    match_TK: Tensor, texts: Texts, rows_T: Tensor, groups: dict[str, list[str]]
-) -> dict[str, object]:
-    """Figures for every k, and at the largest for every group of sources, of the rows' answers.
+def walk_report(match_TK: Tensor, texts: Texts, rows_T: Tensor) -> dict[str, object]:
+    """Figures for every k and, at the largest, for every source and group of sources.
 
-    `rows_T` are whole answers in order, as `split_rows` gives them; `groups` maps a group's name
-    to the sources in it.
+    `rows_T` are whole answers in order, as `split_rows` gives them. A source's group is what
+    stands before its first colon.
     """
-    records, lengths_R = texts.record_T[rows_T].unique_consecutive(return_counts=True)
-    sources, lengths = [texts.sources[r] for r in records.tolist()], lengths_R.tolist()
+    records_R, lengths_R = texts.record_T[rows_T].unique_consecutive(return_counts=True)
+    sources, lengths = [texts.sources[r] for r in records_R.tolist()], lengths_R.tolist()
     parts = match_TK.split(lengths)
     num_drafts = match_TK.shape[1]
 
-    def chosen(names: list[str]) -> dict[str, object]:
-        inside = [i for i, source in enumerate(sources) if source in names]
-        counts = walk(
-            torch.cat([parts[i] for i in inside]), [lengths[i] for i in inside], num_drafts
-        )
+    def chosen(inside: list[int]) -> dict[str, object]:
+        match_SK = torch.cat([parts[i] for i in inside])
+        counts = walk(match_SK, [lengths[i] for i in inside], num_drafts)
         return {"answers": len(inside), **counts.report()}
+
+    def grouped(names: list[str]) -> dict[str, object]:
+        return {
+            name: chosen([i for i, found in enumerate(names) if found == name])
+            for name in sorted(set(names))
+        }
 
     return {
         "answers": len(lengths),
         "answer_tokens": len(rows_T),
         "by_k": {str(k + 1): walk(match_TK, lengths, k).report() for k in range(1, num_drafts + 1)},
-        "by_source": {source: chosen([source]) for source in sorted(set(sources))},
-        "by_group": {
-            name: chosen(members)
-            for name, members in sorted(groups.items())
-            if set(members) & set(sources)
-        },
+        "by_group": grouped([source.split(":")[0] for source in sources]),
+        "by_source": grouped(sources),
     }
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """The report as text: a line for every k, group and source."""
+    lines = [f"{'':44} {'answers':>7} {'steps':>8} {'k-hat':>6}  accepted at position 1, 2, ..."]
+    lines += [_line(f"k = {k}", report["answers"], row) for k, row in report["by_k"].items()]
+    for title, key in (("group", "by_group"), ("source", "by_source")):
+        lines += [
+            _line(f"{title} {name!r}"[:44], row["answers"], row)
+            for name, row in report[key].items()
+        ]
+    return "\n".join(lines)
+
+
+def _line(name: str, answers: int, row: dict[str, Any]) -> str:
+    rates = "  ".join(f"{rate:.3f}" for rate in row["acceptance_by_position"])
+    return f"{name:44} {answers:7d} {row['steps']:8d} {row['k_hat']:6.3f}  {rates}"

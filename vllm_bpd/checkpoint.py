@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_bpd.config import HeadsConfig
+from vllm_bpd.config import MODEL_TYPE, HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
 
@@ -29,12 +29,12 @@ HIDDEN_WEIGHT = "hidden_layer.weight"
 OUTPUT_WEIGHT = "output_layer.weight"
 DRAFT_TOKEN_IDS = "draft_token_ids"
 _FLOAT_DTYPES = {"F32", "F16", "BF16"}
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def expected_tensors(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint and its shape; there may be no other."""
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         HIDDEN_WEIGHT: (config.joint_hidden_size, config.input_size),
         OUTPUT_WEIGHT: (config.num_draft_heads * config.hidden_size, config.joint_hidden_size),
     }
@@ -109,6 +109,11 @@ def load_tensors(folder: str | os.PathLike[str], config: HeadsConfig) -> dict[st
 
 def check_draft_token_ids(ids_V: Tensor, config: HeadsConfig) -> None:
     """Ids must ascend strictly (lowest id wins ties then, too) and lie in the vocabulary."""
+    if ids_V.ndim != 1 or len(ids_V) != config.draft_vocab_size:
+        raise HeadsError(
+            f"{DRAFT_TOKEN_IDS}: found shape {tuple(ids_V.shape)}; draft_vocab_size is "
+            f"{config.draft_vocab_size}"
+        )
     ascending = bool((ids_V[1:] > ids_V[:-1]).all())
     if not ascending or int(ids_V[0]) < 0 or int(ids_V[-1]) >= config.target.vocab_size:
         raise HeadsError(
@@ -139,7 +144,8 @@ def save_heads(
 ) -> None:
     """Write heads whole or not at all: an older checkpoint in `folder` survives any failure.
 
-    `extra_files` maps further file names (provenance, a README) to their text.
+    `extra_files` maps further file names (provenance, a README) to their text. Nothing else is
+    left in `folder`. Raises HeadsError, before writing, if it holds anything but older heads.
     """
     config = heads.config
     if (draft_token_ids_V is None) != (config.draft_vocab_size is None):
@@ -151,19 +157,23 @@ def save_heads(
     if draft_token_ids_V is not None:
         check_draft_token_ids(draft_token_ids_V, config)
         tensors[DRAFT_TOKEN_IDS] = draft_token_ids_V.to("cpu", torch.int32).contiguous()
-    target = Path(folder)
+    target = Path(folder).resolve()  # what a link points to is replaced, not the link
+    _require_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    # Private, but not what is made in it: heads are as readable as any file the user writes.
+    private = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    staging = private / target.name
     try:
-        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        staging.mkdir()
         _write_json(staging / CONFIG_FILE, config.to_dict())
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / WEIGHTS_FILE).chmod((staging / CONFIG_FILE).stat().st_mode)
         for name, text in (extra_files or {}).items():
             (staging / name).write_text(text, encoding="utf-8")
         check_weights(staging, read_config(staging))
-        staging.chmod(0o755)
         _swap_in(staging, target)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def _weights(heads: BlockwiseHeads) -> list[tuple[str, Tensor]]:
@@ -172,6 +182,21 @@ def _weights(heads: BlockwiseHeads) -> list[tuple[str, Tensor]]:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _require_replaceable(target: Path) -> None:
+    """Refuse a place where saving would remove something that is no heads' checkpoint."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    try:
+        values = json.loads((target / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict) or values.get("model_type") != MODEL_TYPE:
+        raise HeadsError(
+            f"{target}: found something other than heads; expected an empty or new folder, or "
+            "older heads to replace: name another one, or remove it"
+        )
 
 
 def _swap_in(staging: Path, target: Path) -> None:
@@ -183,7 +208,7 @@ def _swap_in(staging: Path, target: Path) -> None:
     os.replace(target, old)
     try:
         staging.rename(target)
-    except OSError:
+    except BaseException:  # an interrupt, too
         os.replace(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
@@ -191,13 +216,13 @@ def _swap_in(staging: Path, target: Path) -> None:
 
 def _refuse_pickles(folder: Path) -> None:
     """A pickle runs code when read, so heads never come from one, even if named by the user."""
-    if folder.suffix in _PICKLES:
+    if folder.suffix in PICKLE_SUFFIXES and not folder.is_dir():
         raise HeadsError(
             f"{folder}: a pickled checkpoint; expected a folder with {CONFIG_FILE} and "
             f"{WEIGHTS_FILE}: convert it with safetensors in a place you trust"
         )
     if folder.is_dir() and not (folder / WEIGHTS_FILE).exists():
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise HeadsError(
                 f"{folder / pickles[0]}: a pickled checkpoint, which runs code when read; "

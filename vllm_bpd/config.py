@@ -7,7 +7,8 @@ Face face, which vLLM and transformers load by `model_type`.
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
@@ -23,6 +24,8 @@ Conditioning = Literal["none", "sampled_token"]
 
 # What transformers itself writes into a config.json; read past, never an error.
 _BOOKKEEPING = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version"}
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class HeadsConfig:
 
         Raises HeadsError naming the field, what was found and what was expected.
         """
-        if self.format_version != FORMAT_VERSION:
+        if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             raise HeadsError(
                 f"format_version: found {self.format_version!r}; this vllm-bpd reads "
                 f"{FORMAT_VERSION}; export the heads again or install the version that wrote them"
@@ -63,6 +66,7 @@ class HeadsConfig:
             _require_positive_int(name, getattr(self, name))
         for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
             _require_positive_int(f"target.{name}", getattr(self.target, name))
+        _check_identity(self.target)
         for name, allowed in (("activation", Activation), ("conditioning", Conditioning)):
             if getattr(self, name) not in get_args(allowed):
                 raise HeadsError(
@@ -128,7 +132,7 @@ class BpdConfig(PretrainedConfig):
     """`HeadsConfig` as a Hugging Face config, so that vLLM's own machinery can load it.
 
     The plain fields are those of `HeadsConfig`; `heads` gives the strict record. vLLM reads
-    `hidden_size`, `vocab_size` and `n_predict` from here as from any drafter's config.
+    `hidden_size` and `vocab_size` from here as from any drafter's config.
     """
 
     model_type = MODEL_TYPE
@@ -155,10 +159,22 @@ def _require_positive_int(name: str, value: Any) -> None:
         raise HeadsError(f"{name}: found {value!r}; expected a whole number of at least 1")
 
 
+def _check_identity(target: TargetFingerprint) -> None:
+    """Refuse an architecture that is no name, and a hash that is none of ours."""
+    if not isinstance(target.architecture, str) or not target.architecture:
+        raise HeadsError(
+            f"target.architecture: found {target.architecture!r}; expected a name, such as "
+            "LlamaForCausalLM"
+        )
+    digest = target.lm_head_hash
+    if digest is not None and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+        raise HeadsError(
+            f"target.lm_head_hash: found {digest!r}; expected 64 lower-case hex digits, or null"
+        )
+
+
 def _check_names(prefix: str, record: type, values: dict[str, Any]) -> None:
     """Refuse names that `record` lacks, and its required ones that `values` lacks."""
-    from dataclasses import MISSING
-
     known = [f.name for f in fields(record)]
     for name in values:
         if name not in known:

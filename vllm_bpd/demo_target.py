@@ -144,7 +144,7 @@ def _write_checkpoint(source: Path, folder: Path) -> None:
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(quantised.state_dict())
     plain.tie_weights()
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

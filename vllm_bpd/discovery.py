@@ -6,7 +6,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_bpd.checkpoint import CONFIG_FILE, WEIGHTS_FILE, check_weights, read_config
+from vllm_bpd.checkpoint import (
+    CONFIG_FILE,
+    PICKLE_SUFFIXES,
+    WEIGHTS_FILE,
+    check_weights,
+    read_config,
+)
 from vllm_bpd.config import HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import explain_mismatch, read_fingerprint
@@ -26,26 +32,32 @@ class FoundHeads:
 
 
 def find_heads(
-    target: str, heads: str | None = None, revision: str | None = None, token: str | None = None
+    target: str,
+    heads: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    target_revision: str | None = None,
 ) -> FoundHeads:
-    """Heads for the target in folder or hub repository `target`.
+    """Heads for the target in folder or hub repository `target`, at `target_revision`.
 
-    `heads` (a folder or hub id) names them; without it they are looked for inside the target,
-    then among those shipped with this package. Raises HeadsError: no heads, or heads that are
-    damaged or were trained for another target.
+    `heads` (a folder or hub id, at `revision`) names them; without it they are looked for inside
+    the target, then among those shipped with this package. Raises HeadsError: no heads, or heads
+    that are damaged or were trained for another target.
     """
-    target_folder = resolve_target(target)
+    target_folder = resolve_target(target, target_revision)
     if heads is not None:
         found = _named(heads, revision, token)
     else:
-        found = _inside_target(target, target_folder, token) or _shipped(target_folder)
-        if found is None:
+        inside = _inside_target(target, target_folder, target_revision, token)
+        shipped = inside or _shipped(target_folder)
+        if shipped is None:
             raise HeadsError(
                 f"model: no heads found for {target}; looked in {HEADS_FOLDER}/ of the target and "
                 f"among the heads shipped with vllm-bpd ({', '.join(shipped_names()) or 'none'}); "
                 f"train some with `bpd-train all --target {target} --output DIR` and give "
                 '{"method": "bpd", "model": "DIR"}'
             )
+        found = shipped
     check_weights(found.folder, found.config)
     check_target(found, target_folder)
     return found
@@ -63,11 +75,11 @@ def check_target(found: FoundHeads, target_folder: Path | None) -> None:
         )
 
 
-def resolve_target(target: str) -> Path | None:
+def resolve_target(target: str, revision: str | None = None) -> Path | None:
     """Local folder of the target: itself, or what the hub cache holds; None if neither."""
     if Path(target).is_dir():
         return Path(target)
-    return _from_hub(target, None, None, ["config.json"], local_only=True)
+    return _from_hub(target, revision, None, ["config.json"], local_only=True)
 
 
 def shipped_names() -> list[str]:
@@ -75,9 +87,9 @@ def shipped_names() -> list[str]:
     return sorted(path.parent.name for path in SHIPPED.glob(f"*/{CONFIG_FILE}"))
 
 
-def _named(heads: str, revision: str | None, token: str | None) -> FoundHeads:
+def _named(heads: str, revision: str | None, token: str | bool | None) -> FoundHeads:
     path = Path(heads)
-    if path.exists() or path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
+    if path.exists() or path.suffix in PICKLE_SUFFIXES:
         return FoundHeads(path, read_config(path), f"folder {path}")
     folder = None
     if heads.count("/") == 1 and not heads.startswith((".", "/", "~")):
@@ -90,10 +102,12 @@ def _named(heads: str, revision: str | None, token: str | None) -> FoundHeads:
     return FoundHeads(folder, read_config(folder), f"hub repository {heads}")
 
 
-def _inside_target(target: str, target_folder: Path | None, token: str | None) -> FoundHeads | None:
+def _inside_target(
+    target: str, target_folder: Path | None, revision: str | None, token: str | bool | None
+) -> FoundHeads | None:
     folder = None if target_folder is None else target_folder / HEADS_FOLDER
     if not Path(target).is_dir():
-        snapshot = _from_hub(target, None, token, [f"{HEADS_FOLDER}/*"])
+        snapshot = _from_hub(target, revision, token, [f"{HEADS_FOLDER}/*"])
         folder = None if snapshot is None else snapshot / HEADS_FOLDER
     if folder is None or not folder.is_dir():
         return None
@@ -115,7 +129,7 @@ def _shipped(target_folder: Path | None) -> FoundHeads | None:
 def _from_hub(
     repository: str,
     revision: str | None,
-    token: str | None,
+    token: str | bool | None,
     patterns: list[str],
     local_only: bool = False,
 ) -> Path | None:

@@ -29,9 +29,7 @@ def refuse(reason: str) -> None:
     logger.warning("%s", _refused)
 
 
-def new_speculative_config(
-    original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any
-) -> Any:
+def new_speculative_config(original: Callable[..., Any], cls: type, *_: Any, **kwargs: Any) -> Any:
     """`SpeculativeConfig(method="bpd", ...)` makes our subclass of it."""
     from vllm.config import SpeculativeConfig
 
@@ -48,7 +46,7 @@ def create_engine_config(
     original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Take the bare word, and show a user's mistake on the command line as one line."""
-    if engine_args.speculative_config == METHOD:
+    if getattr(engine_args, "speculative_config", None) == METHOD:
         engine_args.speculative_config = {"method": METHOD}
     try:
         return original(engine_args, *args, **kwargs)
@@ -65,21 +63,27 @@ def add_cli_args(
     global _command_line
     _command_line = True
     parser = original(parser)
-    options = parser._option_string_actions
-    config, method = options["--speculative-config"], options["--spec-method"]
-    parse_json: Any = config.type
+    # A vLLM that is refused may lack either option, and must still serve without `bpd`.
+    config = parser._option_string_actions.get("--speculative-config")
+    if config is not None:
+        _take_bare_word(config)
+    method = parser._option_string_actions.get("--spec-method")
+    if method is not None and method.choices is not None:
+        method.choices = [*method.choices, METHOD]
+    return parser
+
+
+def _take_bare_word(option: argparse.Action) -> None:
+    parse_json: Any = option.type
 
     def speculative_config(text: str) -> Any:
         return {"method": METHOD} if text == METHOD else parse_json(text)
 
-    config.type = speculative_config
-    config.help = (
-        f"{config.help or ''}\n\nThe bare word `bpd` serves blockwise heads (vllm-bpd): those "
+    option.type = speculative_config
+    option.help = (
+        f"{option.help or ''}\n\nThe bare word `bpd` serves blockwise heads (vllm-bpd): those "
         "inside the target's folder, or those shipped for it."
     )
-    if method.choices is not None:
-        method.choices = [*method.choices, METHOD]
-    return parser
 
 
 def async_methods(original: Any) -> Any:

@@ -6,11 +6,13 @@ rows are stored in, and a fine-tuned or re-quantised LM head is told from the or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,8 +21,10 @@ from vllm_bpd.errors import HeadsError
 
 _HASHED_ROWS = 16
 # Names that architectures give an LM head of its own; without one it is tied to the embedding.
-_LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.weight")
-_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "embeddings.weight")
+_LM_HEAD_MODULES = ("lm_head", "embed_out", "output", "output_layer")
+_EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "embeddings", "word_embeddings")
+# Others need a scale to mean anything: such a matrix is quantised.
+_PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def hash_rows(rows: Tensor) -> str:
@@ -45,6 +49,8 @@ def read_fingerprint(folder: Path) -> TargetFingerprint:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise HeadsError(f"{path}: not readable as a target's config ({error})") from None
+    if not isinstance(values, dict):
+        raise HeadsError(f"{path}: found {type(values).__name__}; expected a JSON object")
     text = values.get("text_config") or values
     architectures = values.get("architectures") or [None]
     found = {
@@ -56,46 +62,68 @@ def read_fingerprint(folder: Path) -> TargetFingerprint:
     for name, value in found.items():
         if value is None:
             raise HeadsError(f"{path}: {name}: missing; heads can only belong to a known target")
+        if not isinstance(value, str if name == "architecture" else int):
+            raise HeadsError(f"{path}: {name}: found {value!r}; this is no target's config")
+    tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings"))
     return TargetFingerprint(
-        **found, lm_head_hash=lm_head_hash(folder, found["vocab_size"], found["hidden_size"])
+        **found, lm_head_hash=lm_head_hash(folder, found["vocab_size"], found["hidden_size"], tied)
     )
 
 
-def lm_head_hash(folder: Path, vocab_size: int, hidden_size: int) -> str | None:
-    """`hash_rows` of the LM head stored in `folder`, or None if there is no plain one."""
-    for names in (_LM_HEAD_NAMES, _EMBEDDING_NAMES):
-        for path in _weight_files(folder, names):
-            rows = _read_rows(path, names, vocab_size, hidden_size)
-            if rows is not None:
-                return hash_rows(rows)
+def lm_head_hash(
+    folder: Path, vocab_size: int, hidden_size: int, tied: bool | None = None
+) -> str | None:
+    """`hash_rows` of the LM head stored in `folder`, or None if there is no plain one.
+
+    `tied` is what the target's config says of its embedding, None if nothing. An LM head that is
+    stored wins, as it does in transformers and in vLLM.
+    """
+    stored = _stored(folder, _LM_HEAD_MODULES)
+    if not stored and tied is not False:
+        stored = _stored(folder, _EMBEDDING_MODULES)
+    for path, name in stored:
+        rows = _read_rows(path, name, vocab_size, hidden_size)
+        if rows is not None:
+            return hash_rows(rows)
     return None
 
 
-def _weight_files(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    """The safetensors files that may hold a tensor of these names."""
+def _stored(folder: Path, modules: tuple[str, ...]) -> list[tuple[Path, str]]:
+    """File and name of the tensors of these modules, plain or quantised, outside the layers."""
+    found = []
+    for path, name in _all_tensors(folder):
+        *outer, module, _ = ["", *name.split(".")] if "." in name else ["", "", name]
+        if module in modules and not any(part.isdigit() for part in outer):
+            found.append((path, name))
+    return sorted(found, key=lambda item: item[1])
+
+
+def _all_tensors(folder: Path) -> Iterator[tuple[Path, str]]:
+    """File and name of every tensor in `folder`; none of a file that cannot be read."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return sorted({folder / file for name, file in weight_map.items() if name.endswith(names)})
+    if index.is_file():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            yield from ((folder / file, name) for name, file in weight_map.items())
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+            yield from ((path, name) for name in list(file.keys()))
 
 
-def _read_rows(
-    path: Path, names: tuple[str, ...], vocab_size: int, hidden_size: int
-) -> Tensor | None:
+def _read_rows(path: Path, name: str, vocab_size: int, hidden_size: int) -> Tensor | None:
+    """The rows that are hashed, or None if this is not a plain matrix over the vocabulary."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in sorted(file.keys()):
-                if not name.endswith(names):
-                    continue
-                shape: list[Any] = file.get_slice(name).get_shape()
-                # More rows than the vocabulary: padded; the rows hashed are real ones.
-                if len(shape) == 2 and shape[0] >= vocab_size and shape[1] == hidden_size:
-                    tensor: Tensor = file.get_tensor(name)
-                    return tensor[hashed_row_ids(vocab_size)]
+            rows = file.get_slice(name)
+            shape: list[int] = rows.get_shape()
+            # More rows than the vocabulary: padded; the rows hashed are real ones.
+            fits = len(shape) == 2 and shape[0] >= vocab_size and shape[1] == hidden_size
+            if not (fits and name.endswith(".weight") and rows.get_dtype() in _PLAIN_DTYPES):
+                return None
+            return torch.cat([rows[i : i + 1] for i in hashed_row_ids(vocab_size)])
     except (SafetensorError, OSError):
         return None
-    return None
 
 
 def explain_mismatch(heads: TargetFingerprint, target: TargetFingerprint) -> str | None:

@@ -6,6 +6,7 @@ Shape suffixes: B rows, D hidden size, K heads, N = B * K, V scored ids.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class BlockwiseHeadsModel(nn.Module):
         )
         self.draft_token_ids_V: Tensor | None = None
         self.projection: DraftProjection | None = None
-        self.embed: nn.Module | None = None
+        self.embed: Any = None  # the target; its embed_input_ids is called
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take the checkpoint's tensors strictly; returns the parameter names loaded.

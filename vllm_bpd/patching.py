@@ -13,12 +13,12 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-ABSENT = "absent"
+ABSENT: Final = "absent"
 _MARK = "__bpd_patch__"
 
 
@@ -28,7 +28,7 @@ class Patch:
 
     module: str  # where it lives
     attribute: str  # "name" or "Class.name"
-    expected: str  # what `describe` must say of it: parameters, literal values, or ABSENT
+    expected: str  # what `describe` must say of it: parameters, "Literal", or ABSENT
     replacement: str | None  # "module:function", called with the original first; None: only used
     why: str  # what it is for
     versions: str = ">=0.32,<0.34"  # releases where `expected` was read and tested
@@ -44,7 +44,7 @@ class PatchError(Exception):
 
 
 def describe(value: Any) -> str:
-    """What a symbol looks like: `(a, b=1)` for a callable, its values for a Literal.
+    """What a symbol looks like: `(a, b=1)` for a callable, `Literal` for a Literal of any values.
 
     Annotations are left out: they differ between two readings of one signature.
     """
@@ -54,14 +54,15 @@ def describe(value: Any) -> str:
         return "Literal" if get_args(value) else "empty Literal"
     value = getattr(value, "__wrapped__", value) if hasattr(value, _MARK) else value
     signature = inspect.signature(value)
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in
-                  signature.parameters.values()]
+    parameters = [
+        p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+    ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def state(patch: Patch, version: str) -> tuple[bool, str]:
     """(usable, what was found) of one row on the installed `version` of the patched package."""
-    if Version(version) not in SpecifierSet(patch.versions, prereleases=True):
+    if not _is_release(version, patch.versions):
         return False, f"release {version} is not {patch.versions}"
     try:
         owner, name = _owner(patch)
@@ -87,7 +88,13 @@ def apply(patches: Iterable[Patch], version: str) -> None:
             wrong.append(f"{patch.symbol}: expected {patch.expected}, found {found}")
     if wrong:
         raise PatchError(f"vLLM {version}: " + "; ".join(wrong))
-    replacements = [(patch, _load(patch.replacement)) for patch in rows if patch.replacement]
+    try:
+        replacements = [(patch, _load(patch.replacement)) for patch in rows if patch.replacement]
+    except (ImportError, AttributeError) as error:
+        # Our own modules import more of vLLM than the rows name.
+        raise PatchError(
+            f"vLLM {version}: a part of it that is used is missing ({error})"
+        ) from error
     for patch, replacement in replacements:
         _replace(patch, replacement)
 
@@ -98,6 +105,13 @@ def apply_unchecked(patches: Iterable[Patch]) -> None:
         if patch.replacement:
             with contextlib.suppress(ImportError, AttributeError):
                 _replace(patch, _load(patch.replacement))
+
+
+def _is_release(version: str, versions: str) -> bool:
+    try:
+        return Version(version) in SpecifierSet(versions, prereleases=True)
+    except InvalidVersion:  # a build of someone's own; nothing was read in its source
+        return False
 
 
 def _owner(patch: Patch) -> tuple[Any, str]:
@@ -131,15 +145,18 @@ def _replace(patch: Patch, replacement: Callable[..., Any]) -> None:
     if get_origin(original) is Literal:
         setattr(owner, name, replacement(original))
         return
+    kind = inspect.getattr_static(owner, name) if inspect.isclass(owner) else None
     if original is ABSENT:
         original = object.__new__
+    elif isinstance(kind, classmethod):
+        original = kind.__func__  # not bound, so that a subclass gets itself
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
     setattr(wrapper, _MARK, patch.symbol)
-    static = name == "__new__" or (
-        inspect.isclass(owner) and isinstance(inspect.getattr_static(owner, name), staticmethod)
-    )
-    setattr(owner, name, staticmethod(wrapper) if static else wrapper)
+    if name == "__new__" or isinstance(kind, staticmethod):
+        setattr(owner, name, staticmethod(wrapper))
+    else:
+        setattr(owner, name, classmethod(wrapper) if isinstance(kind, classmethod) else wrapper)

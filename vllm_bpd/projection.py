@@ -76,9 +76,7 @@ class DraftProjection:
         """Scores of this rank's draft ids, [N, V]; scale and soft cap keep the order, so none."""
         if self.weight_VD is not None:
             return nn.functional.linear(states_ND, self.weight_VD, self.bias)
-        logits_NL: Tensor = self.lm_head.quant_method.apply(
-            self.lm_head, states_ND, bias=self.bias
-        )
+        logits_NL: Tensor = self.lm_head.quant_method.apply(self.lm_head, states_ND, bias=self.bias)
         return logits_NL[:, self.local_rows_V]
 
 

@@ -6,7 +6,7 @@ Built in the front end before any weight is loaded, then sent to every worker.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
@@ -36,9 +36,6 @@ _OUR_FIELDS = {
     "target_parallel_config",
     "draft_model_config",
     "draft_parallel_config",
-    "max_model_len",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
 }
 
 
@@ -53,6 +50,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     method: Literal["bpd"] = "bpd"
     """Always `bpd`."""
 
+    if TYPE_CHECKING:  # the base class, and with it its fields, is Any
+        num_speculative_tokens: int | None
+        draft_tensor_parallel_size: int | None
+
     def __post_init__(self) -> None:
         """Find and check the heads; raises HeadsError, one line, for what cannot work."""
         connect_runners()
@@ -61,7 +62,9 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         if target is None:
             raise HeadsError("target_model_config: missing; bpd needs the target's config")
         refuse_target(target)
-        found = find_heads(target.model, self.model, self.revision, target.hf_token)
+        found = find_heads(
+            target.model, self.model, self.revision, target.hf_token, target.revision
+        )
         self._take_heads(found)
         logger.info(
             "bpd: %d of %d heads, %s (%s)",

@@ -6,6 +6,9 @@ Shape suffixes: B requests (padded to the graph's size when replayed), T target 
 size, K drafts.
 """
 
+# The signatures are the engine's, which passes some arguments by name.
+# ruff: noqa: ARG001, ARG002, ARG005
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -54,6 +57,7 @@ class BpdSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare graphs for the decode sizes where the engine captures full decode graphs."""
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        full = full and not self.speculative_config.enforce_eager
         self.graphs = CudaGraphManager(
             self.vllm_config,
             self.device,
@@ -108,24 +112,28 @@ class BpdSpeculator(DraftModelSpeculator):
         runner ignores them. Shapes never depend on values on the device, so nothing waits for it.
         """
         num_reqs = input_batch.num_reqs
+        if num_speculative_tokens == 0:  # a dynamic schedule has switched speculation off
+            return self.draft_tokens[:num_reqs]
         ends_B = input_batch.query_start_loc[1 : num_reqs + 1].long()
         rows_B = (ends_B - 1 - num_rejected[:num_reqs]).clamp_(min=0)
         torch.index_select(last_hidden_states, 0, rows_B, out=self.hidden_BD[:num_reqs])
         sampled_B = last_sampled.view(-1)[input_batch.idx_mapping[:num_reqs]]
         # A slot that never sampled may hold any value; the embedding needs an id.
         self.sampled_B[:num_reqs] = sampled_B.clamp(0, self.vocab_size - 1)
-        assert self.graphs is not None or is_profile or dummy_run
-        if self.graphs is None or is_profile:
+        graph = None if is_profile else self._graph_for(num_reqs)
+        if graph is None:
             self._draft(num_reqs)
-            return self.draft_tokens[:num_reqs]
-        desc = self.graphs.dispatch(
-            num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0
-        )
-        if desc.cg_mode == CUDAGraphMode.FULL:
-            self.graphs.run_fullgraph(desc)
         else:
-            self._draft(num_reqs)
+            assert self.graphs is not None
+            self.graphs.run_fullgraph(graph)
         return self.draft_tokens[:num_reqs]
+
+    def _graph_for(self, num_reqs: int) -> BatchExecutionDescriptor | None:
+        """The captured graph that serves `num_reqs` requests, or None: eager."""
+        if self.graphs is None:  # profiling comes before the graphs
+            return None
+        desc = self.graphs.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        return desc if desc.cg_mode == CUDAGraphMode.FULL else None
 
 
 def init_speculator(

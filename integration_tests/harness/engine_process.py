@@ -78,7 +78,7 @@ class EngineProcess:
         self.replies = os.fdopen(replies_read, "rb", buffering=0)
         self.pending = b""
 
-    def run(self, job: dict[str, Any], timeout: float = 300.0) -> dict[str, Any]:
+    def run(self, job: dict[str, Any], timeout: float = 590.0) -> dict[str, Any]:
         """Run one job (see `worker.run_job`) and return its reply."""
         try:
             self.jobs.write(json.dumps(job) + "\n")

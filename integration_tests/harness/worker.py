@@ -7,6 +7,7 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
   `sampling` may also be a list with one dict for each prompt; `drafts` names what drafts in this
   batch: `heads` (the default: no stand-in), `oracle` or `corrupted`;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
+- `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
@@ -78,6 +79,25 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def async_scheduling_kept() -> Iterator[None]:
+    """Turn asynchronous scheduling on again after the CPU platform has turned it off."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.__dict__["check_and_update_config"]
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original.__func__(platform, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = original
 
 
 def model_runner(llm: Any) -> Any:
@@ -175,6 +195,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.enter_context(environment(job.get("environment", {})))
         try:
+            if job.get("async_scheduling"):
+                stack.enter_context(async_scheduling_kept())
             if job.get("drafts"):
                 stack.enter_context(stand_ins.installed(job["drafts"]))
             started = time.monotonic()
@@ -210,6 +232,8 @@ def main() -> None:
     for line in jobs:
         replies.write(json.dumps(run_job(json.loads(line))) + "\n")
         replies.flush()
+    # Every engine is freed by now; the interpreter's own leave-taking takes seconds.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -186,4 +186,5 @@ def test_real_export_is_always_the_same(tmp_path: Path) -> None:
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
+    assert isinstance(text, str)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,1 @@
+"""Measurements; each prints a table and writes its raw results. None is a test."""

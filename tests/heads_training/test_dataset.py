@@ -1,0 +1,80 @@
+"""Labels, splits and the draft vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads_training import dataset
+from heads_training.hidden_states import Record, write_states
+from vllm_bpd.errors import HeadsError
+
+
+def test_labels_of_one_text() -> None:
+    sampled_T, next_TK = dataset.label_text(torch.tensor([7, 8]), torch.tensor([10, 11, 12, 13]), 3)
+    ignored = dataset.IGNORED
+    assert sampled_T.tolist() == [10, 11, 12, 13]
+    assert next_TK.tolist() == [
+        [11, 12, 13],
+        [12, 13, ignored],
+        [13, ignored, ignored],
+        [ignored, ignored, ignored],
+    ]
+
+
+def test_texts_gather_across_shards(
+    tiny_target: Path, tiny_answers: Path, tiny_records: list[Record], tmp_path: Path
+) -> None:
+    texts = dataset.read_texts(write_states(str(tiny_target), tiny_answers, tmp_path), 2)
+    assert texts.sampled_T.tolist() == [i for r in tiny_records for i in r.answer_token_ids]
+    assert texts.record_T.tolist() == [
+        n for n, r in enumerate(tiny_records) for _ in r.answer_token_ids
+    ]
+    whole_TD = torch.cat(texts.hidden_TD)
+    rows = torch.tensor([texts.rows - 1, 0, 5, texts.rows - 2, 0])
+    assert torch.equal(texts.gather(rows), whole_TD[rows])
+
+
+def test_split_is_by_prompt(tiny_target: Path, tiny_answers: Path, tmp_path: Path) -> None:
+    shards = write_states(str(tiny_target), tiny_answers, tmp_path)
+    texts = dataset.read_texts(shards + shards, 2)  # every prompt twice
+    train_T, held_out_T = dataset.split_rows(texts, 0.4)
+    assert sorted(train_T.tolist() + held_out_T.tolist()) == list(range(texts.rows))
+    sides = [{texts.prompts[r] for r in texts.record_T[t].tolist()} for t in (train_T, held_out_T)]
+    assert sides[0]
+    assert sides[1]
+    assert not sides[0] & sides[1]
+
+
+def test_draft_vocabulary() -> None:
+    sampled = torch.tensor([5, 5, 5, 9, 9, 2, 7])
+    assert dataset.draft_vocabulary(sampled, 3, 12).tolist() == [2, 5, 9]  # 2 and 7 tie
+    assert dataset.draft_vocabulary(sampled, 6, 12).tolist() == [0, 1, 2, 5, 7, 9]  # filled up
+    ids = torch.tensor([2, 5, 9])
+    labels = torch.tensor([[5, 7], [9, dataset.IGNORED]])
+    assert dataset.to_draft_ids(labels, ids, 12).tolist() == [
+        [1, dataset.IGNORED],
+        [2, dataset.IGNORED],
+    ]
+    assert dataset.coverage(sampled, ids) == pytest.approx(6 / 7)
+
+
+@pytest.mark.parametrize(
+    ("ids", "loop"),
+    [
+        ([1, 2, 3] * 20, True),
+        ([9] * 60, True),
+        (list(range(60)), False),
+        ([1, 2, 3] * 10, False),  # too short to say
+        ([1, 2, 3] * 20 + [4], False),
+    ],
+)
+def test_loops(ids: list[int], loop: bool) -> None:
+    assert dataset.is_loop(ids) is loop
+
+
+def test_no_shards() -> None:
+    with pytest.raises(HeadsError, match="found no shard"):
+        dataset.read_texts([], 2)

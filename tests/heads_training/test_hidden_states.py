@@ -1,0 +1,93 @@
+"""Hidden states are the target's own, for any batch; shards are remade only when they must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads_training import hidden_states
+from heads_training.hidden_states import Record
+from heads_training.target import check_last_hidden_state, load_model
+from vllm_bpd.errors import HeadsError
+
+
+def test_states_give_the_greedy_answer(tiny_target: Path, tiny_records: list[Record]) -> None:
+    model = load_model(str(tiny_target))
+    states_TD = hidden_states.hidden_states(model, tiny_records)
+    tokens = [i for record in tiny_records for i in record.answer_token_ids]
+    ranked_T = model.get_output_embeddings()(states_TD).argmax(-1)
+    # bf16 sums differ between one row and many, so a near tie may fall the other way.
+    assert (ranked_T == torch.tensor(tokens)).float().mean() > 0.97
+
+
+def test_a_batch_equals_its_singles(tiny_target: Path, tiny_records: list[Record]) -> None:
+    model = load_model(str(tiny_target), torch.float32)
+    together_TD = hidden_states.hidden_states(model, tiny_records)
+    singly_TD = torch.cat([hidden_states.hidden_states(model, [r]) for r in tiny_records])
+    # Stored in bf16: two float32 results may round to neighbours.
+    torch.testing.assert_close(together_TD, singly_TD, rtol=1e-2, atol=1e-2)
+
+
+def test_shards_are_kept_and_remade(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path, tiny_records: list[Record]
+) -> None:
+    answers, states = tmp_path / "answers", tmp_path / "states"
+    answers.mkdir()
+    for path in tiny_answers.iterdir():
+        (answers / path.name).write_bytes(path.read_bytes())
+    shards = hidden_states.write_states(str(tiny_target), answers, states)
+    times = [path.stat().st_mtime_ns for path in shards]
+    assert hidden_states.write_states(str(tiny_target), answers, states) == shards
+    assert [path.stat().st_mtime_ns for path in shards] == times
+    (answers / "answers-00001.jsonl").write_text(json.dumps(tiny_records[0].__dict__) + "\n")
+    shards[0].write_bytes(shards[0].read_bytes()[:100])  # cut off
+    hidden_states.write_states(str(tiny_target), answers, states)
+    assert len(hidden_states.read_shard(shards[0]).sources) == 7
+    shard = hidden_states.read_shard(shards[1])
+    assert shard.sources == ["even"]
+    assert shard.hidden_TD.shape == (len(tiny_records[0].answer_token_ids), 64)
+    assert shard.token_ids_N.tolist() == (
+        tiny_records[0].prompt_token_ids + tiny_records[0].answer_token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "found list"),
+        ('{"prompt_token_ids": [1]}', "answer_token_ids"),
+        ('{"prompt_token_ids": [], "answer_token_ids": [1]}', "at least one token"),
+        ('{"prompt_token_ids": [1, -2], "answer_token_ids": [1]}', "prompt_token_ids"),
+        ('{"prompt_token_ids": [1], "answer_token_ids": []}', "no answers"),
+    ],
+)
+def test_bad_answer_files(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(HeadsError, match=said) as caught:
+        hidden_states.read_records(path)
+    assert str(path) in str(caught.value)
+
+
+def test_answers_of_another_target(tiny_target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"prompt_token_ids": [1], "answer_token_ids": [5000]}\n')
+    with pytest.raises(HeadsError, match="5000"):
+        hidden_states.write_states(str(tiny_target), path, tmp_path / "states")
+
+
+def test_no_answers(tmp_path: Path) -> None:
+    with pytest.raises(HeadsError, match="found no answer file"):
+        hidden_states.answer_files(tmp_path)
+
+
+def test_a_norm_outside_the_base_model_is_refused(tiny_target: Path) -> None:
+    model = load_model(str(tiny_target), torch.float32)
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden.flip(-1) if hidden.dim() == 3 else hidden)
+    with pytest.raises(HeadsError, match="last hidden state"):
+        check_last_hidden_state(model)

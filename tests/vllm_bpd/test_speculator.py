@@ -1,0 +1,187 @@
+"""The V2 speculator's rows, buffers and CUDA graphs, with graphs replayed by plain calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="the V2 speculator subclasses vLLM's")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from vllm_bpd.speculator import BpdSpeculator
+
+HIDDEN, DRAFTS, MAX_REQS, VOCAB = 4, 3, 8, 50
+
+
+class EchoHeads:
+    """Drafts that tell which row and which sampled id they came from."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(self, hidden_BD: Tensor, sampled_B: Tensor) -> Tensor:
+        self.batches.append(hidden_BD.shape[0])
+        row_B = hidden_BD[:, 0].long()
+        return torch.stack([row_B, sampled_B, row_B + sampled_B], dim=-1)
+
+
+class ReplayedGraph:
+    """Stands in for a CUDA graph: what ran while it was recorded runs again on replay."""
+
+    recording: ReplayedGraph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for call in self.calls:
+            call()
+
+
+@pytest.fixture
+def speculator() -> BpdSpeculator:
+    made = BpdSpeculator.__new__(BpdSpeculator)
+    made.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 2, 4], max_cudagraph_capture_size=4
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+    )
+    made.speculative_config = None
+    made.device = torch.device("cpu")
+    made.vocab_size = VOCAB
+    made.hidden_BD = torch.zeros(MAX_REQS, HIDDEN)
+    made.sampled_B = torch.zeros(MAX_REQS, dtype=torch.int64)
+    made.draft_tokens = torch.zeros(MAX_REQS, DRAFTS, dtype=torch.int64)
+    made.graphs = None
+    made.model = EchoHeads()  # type: ignore[assignment]
+    return made
+
+
+def propose(made: BpdSpeculator, lengths: list[int], rejected: list[int], **more: Any) -> Tensor:
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_reqs=len(lengths),
+        query_start_loc=starts,
+        idx_mapping=torch.arange(len(lengths)).flip(0),  # slots are not in batch order
+    )
+    total = int(starts[-1])
+    states_TD = torch.arange(total).float()[:, None].expand(total, HIDDEN).contiguous()
+    last_sampled = torch.arange(MAX_REQS) + 10
+    return made.propose(
+        batch, {}, {}, states_TD, None, torch.ones(len(lengths)), torch.tensor(rejected),
+        last_sampled, torch.zeros(1), torch.zeros(1), torch.zeros(1), **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch, speculator: BpdSpeculator) -> Iterator[None]:
+    """Let the engine's own graph manager record into `ReplayedGraph`s."""
+    original = BpdSpeculator._draft
+
+    def draft(self: BpdSpeculator, num_reqs: int) -> None:
+        if ReplayedGraph.recording is not None:
+            ReplayedGraph.recording.calls.append(lambda: original(self, num_reqs))
+        original(self, num_reqs)
+
+    @contextlib.contextmanager
+    def record(graph: ReplayedGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
+        ReplayedGraph.recording = graph
+        yield
+        ReplayedGraph.recording = None
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(BpdSpeculator, "_draft", draft)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ReplayedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(
+        cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(
+        cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(
+        cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False
+    )
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)
+    speculator.capture()
+    speculator.model.batches.clear()  # type: ignore[attr-defined]
+    yield
+    ReplayedGraph.recording = None
+
+
+def test_drafts_from_the_last_accepted_row_of_each_request(speculator: BpdSpeculator) -> None:
+    drafts = propose(speculator, lengths=[4, 1, 4], rejected=[2, 0, 0])
+    # Rows: 4 - 1 - 2, 5 - 1, 9 - 1; ids just sampled by slots 2, 1, 0.
+    assert drafts.tolist() == [[1, 12, 13], [4, 11, 15], [8, 10, 18]]
+
+
+def test_an_id_from_a_slot_that_never_sampled_is_clamped(speculator: BpdSpeculator) -> None:
+    batch = SimpleNamespace(
+        num_reqs=1, query_start_loc=torch.tensor([0, 1]), idx_mapping=torch.tensor([0])
+    )
+    zero = torch.zeros(1)
+    for stale, used in ((-1, 0), (10**9, VOCAB - 1)):
+        drafts = speculator.propose(
+            batch, {}, {}, torch.zeros(1, HIDDEN), None, zero, torch.zeros(1, dtype=torch.int64),
+            torch.tensor([stale]), zero, zero, zero,
+        )  # fmt: skip
+        assert drafts[0, 1] == used
+
+
+def test_no_drafting_when_the_schedule_says_none(speculator: BpdSpeculator) -> None:
+    propose(speculator, [2], [0], num_speculative_tokens=0)
+    assert speculator.model.batches == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("graphs")
+def test_graphs_are_captured_for_the_decode_sizes(speculator: BpdSpeculator) -> None:
+    assert speculator.graphs is not None
+    assert sorted(d.num_reqs for d in speculator.graphs.graphs) == [1, 2, 4]
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_graph_pads_the_batch_and_gives_the_eager_drafts(speculator: BpdSpeculator) -> None:
+    drafts = propose(speculator, lengths=[4, 1, 4], rejected=[2, 0, 0])
+    assert speculator.model.batches == [4]  # type: ignore[attr-defined]
+    assert drafts.tolist() == [[1, 12, 13], [4, 11, 15], [8, 10, 18]]
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("profile", [True, False])
+def test_eager_beyond_the_captured_sizes_and_while_profiling(
+    speculator: BpdSpeculator, profile: bool
+) -> None:
+    requests = 3 if profile else 5
+    drafts = propose(speculator, [1] * requests, [0] * requests, is_profile=profile)
+    assert speculator.model.batches == [requests]  # type: ignore[attr-defined]
+    assert drafts[:, 0].tolist() == list(range(requests))
+    assert speculator.graphs is not None
+    assert all(graph.replays == 0 for graph in speculator.graphs.graphs.values())
+
+
+def test_no_graphs_where_the_engine_captures_no_decode_graphs(
+    speculator: BpdSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    speculator.init_cudagraph_manager(CUDAGraphMode.PIECEWISE)
+    assert speculator.graphs is not None
+    assert not speculator.graphs.needs_capture()
+    assert propose(speculator, [2, 2], [0, 1])[:, 0].tolist() == [1, 2]

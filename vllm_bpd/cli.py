@@ -1,0 +1,26 @@
+"""`vllm-bpd`: the plugin's own command. For now, `vllm-bpd doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="vllm-bpd", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor", help="versions, model runner, every touched vLLM symbol, heads for a target"
+    )
+    doctor.add_argument("target", nargs="?", help="model folder or hub id to find heads for")
+    doctor.add_argument("--heads", help="folder or hub id of heads, instead of looking for them")
+    arguments = parser.parse_args(argv)
+    from vllm_bpd.doctor import examine
+
+    return examine(arguments.target, arguments.heads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

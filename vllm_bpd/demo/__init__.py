@@ -1,0 +1,1 @@
+"""`make demo`: the same prompts without speculation and with `bpd`, side by side."""
