@@ -134,7 +134,9 @@ def _run_train(args: argparse.Namespace) -> None:
     from heads_training.pipeline import train_checkpoint
 
     config = from_args(TrainConfig, args)
-    report = train_checkpoint(config, args.target, args.answers, args.work, args.output, _command())
+    report = train_checkpoint(
+        config, args.target, args.answers, args.work, args.output, args.command_line
+    )
     _print_report(report)
     print(f"{args.output}: heads written")
 
@@ -160,10 +162,10 @@ def _print_report(report: dict[str, Any]) -> None:
     print(format_table(report))
 
 
-def _command() -> str:
+def _command_line(arguments: Sequence[str]) -> str:
     """The command line, for provenance, with paths cut to their last part."""
     words, after_path = ["bpd-train"], False
-    for word in sys.argv[1:]:
+    for word in arguments:
         name, equals, value = word.partition("=")
         if word.startswith("--"):
             after_path = name in _PATH_OPTIONS
@@ -178,7 +180,9 @@ def _command() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 2 for bad input, 130 when interrupted."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    args = build_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = build_parser().parse_args(words)
+    args.command_line = _command_line(words)
     try:
         args.run(args)
     except (HeadsError, OSError) as error:

@@ -54,7 +54,9 @@ class Texts:
 def read_texts(shards: list[Path], num_heads: int) -> Texts:
     """Map shards and make every head's labels. Raises HeadsError for none or damaged ones."""
     if not shards:
-        raise HeadsError("states: found no shard; expected at least one; run `bpd-train states`")
+        raise HeadsError(
+            "states: found no shard; expected at least one, as `bpd-train train` makes"
+        )
     hidden, sampled, following, records = [], [], [], []
     prompts: list[bytes] = []
     sources: list[str] = []

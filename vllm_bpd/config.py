@@ -136,15 +136,23 @@ class BpdConfig(PretrainedConfig):
     """
 
     model_type = MODEL_TYPE
+    # Neither these nor the properties are fields, so that saving writes none of them.
+    num_hidden_layers = 0  # of the heads: they have no attention layers
+    num_attention_heads = 1  # vLLM divides hidden_size by it; no attention uses it
 
     def __init__(self, **kwargs: Any) -> None:
         """Take the fields of `config.json`; strictness is `heads`' work, at use."""
         super().__init__(**kwargs)
-        target = kwargs.get("target") or {}
-        self.hidden_size = target.get("hidden_size")
-        self.vocab_size = target.get("vocab_size")
-        self.num_hidden_layers = 0  # of the heads: they have no attention layers
-        self.num_attention_heads = 1  # vLLM divides hidden_size by it; no attention uses it
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the target's last hidden state; None in a config without fields."""
+        return (getattr(self, "target", None) or {}).get("hidden_size")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the target's LM head; None in a config without fields."""
+        return (getattr(self, "target", None) or {}).get("vocab_size")
 
     @property
     def heads(self) -> HeadsConfig:

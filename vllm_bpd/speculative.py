@@ -54,6 +54,9 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         num_speculative_tokens: int | None
         draft_tensor_parallel_size: int | None
 
+    # `config` would make one that shows every nested config, a Hugging Face token included.
+    __repr__ = SpeculativeConfig.__repr__
+
     def __post_init__(self) -> None:
         """Find and check the heads; raises HeadsError, one line, for what cannot work."""
         connect_runners()
@@ -80,10 +83,11 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         self.__dict__.update(state)
 
     def _refuse_foreign_fields(self) -> None:
-        defaults = SpeculativeConfig.__dataclass_fields__
-        for name in defaults:
+        for name, field in SpeculativeConfig.__dataclass_fields__.items():
             value = getattr(self, name)
-            if name not in _OUR_FIELDS and value != defaults[name].default and value is not None:
+            # `x: int = Field(default=1, ge=0)` keeps pydantic's record where 1 would stand.
+            default = getattr(field.default, "default", field.default)
+            if name not in _OUR_FIELDS and value != default and value is not None:
                 raise HeadsError(
                     f"{name}: found {value!r}; it has no meaning for method bpd; leave it out"
                 )

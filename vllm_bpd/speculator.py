@@ -6,9 +6,6 @@ Shape suffixes: B requests (padded to the graph's size when replayed), T target 
 size, K drafts.
 """
 
-# The signatures are the engine's, which passes some arguments by name.
-# ruff: noqa: ARG001, ARG002, ARG005
-
 from __future__ import annotations
 
 from collections.abc import Callable

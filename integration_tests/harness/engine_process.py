@@ -7,6 +7,7 @@ own output goes to a log file, quoted when the process dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,6 +22,9 @@ from integration_tests.harness.releases import find_release
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = "integration_tests.harness.worker"
 LOG_TAIL = 4000
+# Seconds for one job. A busy machine may need more for interpreted kernels, as pytest's own
+# `timeout` may have to be raised with it.
+JOB_TIMEOUT = float(os.environ.get("VLLM_BPD_JOB_TIMEOUT", "580"))
 
 
 class EngineProcessError(Exception):
@@ -60,12 +64,17 @@ class EngineProcess:
         """Start the process for `combo`; its engine output goes to `log`."""
         self.combo = combo
         self.log = log
+        self.environment = engine_environment(combo)
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; also called for a new one when the last has died."""
         jobs_read, jobs_write = os.pipe()
         replies_read, replies_write = os.pipe()
-        with log.open("ab") as sink:
+        with self.log.open("ab") as sink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(jobs_read), str(replies_write)],
-                env=engine_environment(combo),
+                env=self.environment,
                 cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -78,8 +87,11 @@ class EngineProcess:
         self.replies = os.fdopen(replies_read, "rb", buffering=0)
         self.pending = b""
 
-    def run(self, job: dict[str, Any], timeout: float = 590.0) -> dict[str, Any]:
+    def run(self, job: dict[str, Any], timeout: float = JOB_TIMEOUT) -> dict[str, Any]:
         """Run one job (see `worker.run_job`) and return its reply."""
+        if self.process.poll() is not None:
+            self.close()
+            self.start()
         try:
             self.jobs.write(json.dumps(job) + "\n")
             self.jobs.flush()
@@ -108,7 +120,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process: closing its job pipe makes it leave; it is killed if it lingers."""
-        self.jobs.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.jobs.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:

@@ -35,7 +35,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("target")
     model = LlamaForCausalLM(config)
-    model.bfloat16().save_pretrained(folder)  # type: ignore[no-untyped-call]
+    model.bfloat16().save_pretrained(folder)
     return folder
 
 

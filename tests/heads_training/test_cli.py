@@ -31,7 +31,8 @@ def test_train_and_evaluate(
     made = json.loads((heads / "provenance.json").read_text())
     assert made["config"]["steps"] == 6
     assert made["data"]["records"] == 12
-    assert str(tmp_path) not in (heads / "provenance.json").read_text()
+    assert f"--answers {tiny_answers.name} --work work --output heads" in made["command"]
+    assert str(tmp_path.parent) not in (heads / "provenance.json").read_text()  # no paths
     assert len((work / "train-log.jsonl").read_text().splitlines()) == 2
     assert main(["evaluate", "--heads", str(heads), *given, "--json", str(report)]) == 0
     values = json.loads(report.read_text())

@@ -90,6 +90,31 @@ def test_the_target_speaks_first(tiny_data: TrainingData) -> None:
     assert torch.equal(heads(state_BD, state_BD), state_BD.unsqueeze(1).expand(2, 3, 64))
 
 
+def test_later_heads_get_fewer_rows(tiny_data: TrainingData) -> None:
+    assert Trainer(replace(TINY, head_decay=0.5), tiny_data).head_shares() == {
+        0: 1,
+        1: 0.5,
+        2: 0.25,
+    }
+    trainer = Trainer(replace(TINY, head_loss="random"), tiny_data)
+    drawn: list[int] = []
+    for trainer.step in range(60):
+        assert list(trainer.head_shares().values()) == [1.0]
+        drawn += trainer.head_shares()
+    assert {drawn.count(head) > 5 for head in range(3)} == {True}
+
+
+def test_learning_rate_rises_then_falls(tiny_data: TrainingData) -> None:
+    trainer = Trainer(replace(TINY, steps=100, warmup=0.1, learning_rate=1.0), tiny_data)
+    rates = []
+    for trainer.step in range(101):
+        rates.append(trainer.learning_rate())
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0)
+
+
 def test_a_run_goes_on_exactly(tiny_data: TrainingData, tmp_path: Path) -> None:
     config = replace(TINY, steps=12, validate_every=4)
     whole = train(config, tiny_data, tmp_path / "whole")

@@ -13,7 +13,7 @@ from vllm_bpd import patching
 from vllm_bpd.patching import ABSENT, Patch, PatchError, apply, apply_unchecked, describe, state
 
 VERSION = "0.32.0"
-ENGINE = '''
+ENGINE = """
 from typing import Literal
 
 def plain(a, b=1):
@@ -39,8 +39,8 @@ class Derived(Base):
 class OwnNew:
     def __new__(cls, a):
         return super().__new__(cls)
-'''
-PLUGIN = '''
+"""
+PLUGIN = """
 from typing import Literal
 
 def note(original, *args, **kwargs):
@@ -53,7 +53,7 @@ def new(original, cls, *args, **kwargs):
     made = original(cls)
     made.noted = (args, kwargs)
     return made
-'''
+"""
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_every_wrong_row_is_named(engine: Any) -> None:
 @pytest.mark.parametrize("missing", ["fake_plugin:gone", "no_such_plugin:note"])
 def test_a_missing_replacement_replaces_nothing(engine: Any, missing: str) -> None:
     before = engine.plain
-    with pytest.raises(PatchError, match="gone|no_such_plugin"):
+    with pytest.raises(PatchError, match=r"gone|no_such_plugin"):
         apply([PLAIN, row("Base.static", "(a)", missing)], VERSION)
     assert engine.plain is before
 

@@ -60,7 +60,7 @@ def speculator() -> BpdSpeculator:
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
     )
-    made.speculative_config = None
+    made.speculative_config = SimpleNamespace(enforce_eager=None)
     made.device = torch.device("cpu")
     made.vocab_size = VOCAB
     made.hidden_BD = torch.zeros(MAX_REQS, HIDDEN)
@@ -110,12 +110,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch, speculator: BpdSpeculator) -> Iterat
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
     monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
-    monkeypatch.setattr(
-        cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(
-        cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext()
-    )
+    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(
         cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False
     )

@@ -1,0 +1,122 @@
+"""The heads as a vLLM model: sharded they equal the plain ones, and weights are taken strictly."""
+
+from __future__ import annotations
+
+from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="the model is made of vLLM's layers")
+
+from tests.vllm_bpd.fresh import head_states_on_rank, load_refusals, run_fresh
+from tests.vllm_bpd.samples import HIDDEN, heads_config, random_heads
+from vllm_bpd.model import BlockwiseHeadsModel
+
+ROWS = 7
+CASES: dict[str, tuple[Any, int, str]] = {
+    "all heads": (heads_config(), 3, "ColumnParallelLinear"),
+    "fewer heads": (heads_config(), 2, "ColumnParallelLinear"),
+    "no conditioning": (heads_config(conditioning="none"), 3, "ColumnParallelLinear"),
+    "relu": (heads_config(activation="relu"), 3, "ColumnParallelLinear"),
+    "gelu": (heads_config(activation="gelu"), 1, "ColumnParallelLinear"),
+    "odd joint size": (heads_config(head_hidden_size=7), 3, "ReplicatedLinear"),
+    "odd joint size, fewer": (heads_config(head_hidden_size=7), 2, "ReplicatedLinear"),
+}
+
+
+def inputs(config: Any) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(5)
+    hidden_BD = torch.randn(ROWS, HIDDEN, generator=generator)
+    embedding_BD = torch.randn(ROWS, HIDDEN, generator=generator)
+    return hidden_BD, None if config.conditioning == "none" else embedding_BD
+
+
+@pytest.fixture(scope="module")
+def states(
+    fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], list[tuple[str, Tensor]]]:
+    """Kind of layer and head states on each rank, by case and number of ranks."""
+    cases = [
+        (config, random_heads(config).state_dict(), count, *inputs(config))
+        for config, count, _ in CASES.values()
+    ]
+    found: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+    for size in (1, 2):
+        folder = str(tmp_path_factory.mktemp("group"))
+        ranks = run_fresh(
+            fresh_process, head_states_on_rank, *[(r, size, folder, cases) for r in range(size)]
+        )
+        for name, *each in zip(CASES, *ranks, strict=True):
+            found[name, size] = each
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_heads_equal_the_plain_ones(
+    states: dict[tuple[str, int], list[tuple[str, Tensor]]], name: str, size: int
+) -> None:
+    config, count, kind = CASES[name]
+    with torch.no_grad():
+        expected_BKD = random_heads(config)(*inputs(config))[:, :count]
+    assert len(states[name, size]) == size
+    for found, states_BKD in states[name, size]:
+        assert found == (kind if size == 2 else "ColumnParallelLinear")
+        torch.testing.assert_close(states_BKD, expected_BKD, rtol=0, atol=1e-5)
+
+
+def test_weights_are_taken_strictly(
+    fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = heads_config(draft_vocab_size=3)
+    whole = random_heads(config).state_dict() | {"draft_token_ids": torch.tensor([1, 2, 9])}
+    cases: dict[str, dict[str, Tensor]] = {
+        "nothing was refused": whole,
+        "HeadsError: extra: unused tensor; expected hidden_layer.weight, output_layer.weight": (
+            whole | {"extra": torch.zeros(1)}
+        ),
+        "HeadsError: draft_token_ids: found ids 1..9, not ascending": (
+            whole | {"draft_token_ids": torch.tensor([1, 9, 2])}
+        ),
+    }
+    for name in whole:
+        rest = {other: tensor for other, tensor in whole.items() if other != name}
+        cases[f"HeadsError: {name}: missing from the heads' weights"] = rest
+    folder = str(tmp_path_factory.mktemp("group"))
+    [said] = run_fresh(fresh_process, load_refusals, (0, 1, folder, config, list(cases.values())))
+    for expected, message in zip(cases, said, strict=True):
+        assert message.startswith(expected)
+
+
+class FirstColumns:
+    """A projection that tells which states it was given."""
+
+    def top_tokens(self, states_ND: Tensor) -> Tensor:
+        return states_ND[:, 0].long()
+
+
+@pytest.mark.parametrize("conditioning", ["none", "sampled_token"])
+def test_drafts_are_a_row_a_request_and_a_column_a_head(conditioning: str) -> None:
+    model = BlockwiseHeadsModel.__new__(BlockwiseHeadsModel)
+    nn.Module.__init__(model)
+    model.config = heads_config(conditioning=conditioning)
+    model.heads = random_heads(model.config)
+    model.projection = FirstColumns()  # type: ignore[assignment]
+    embedded: list[list[int]] = []
+
+    def embed(ids_B: Tensor) -> Tensor:
+        embedded.append(ids_B.tolist())
+        return torch.ones(len(ids_B), HIDDEN)
+
+    model.embed = SimpleNamespace(embed_input_ids=embed) if conditioning != "none" else None
+    hidden_BD = inputs(model.config)[0] * 10
+    with torch.no_grad():
+        drafts_BK = model(hidden_BD, torch.arange(ROWS))
+        ones = None if conditioning == "none" else torch.ones(ROWS, HIDDEN)
+        expected_BK = model.heads(hidden_BD, ones)[:, :, 0].long()
+    assert torch.equal(drafts_BK, expected_BK)
+    assert embedded == ([] if conditioning == "none" else [list(range(ROWS))])

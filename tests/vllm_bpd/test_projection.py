@@ -1,0 +1,185 @@
+"""Which ids the projection chooses, on one rank and on two, against a plain argmax."""
+
+from __future__ import annotations
+
+from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm", reason="the projection is vLLM's")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from tests.vllm_bpd.fresh import run_fresh, top_tokens_on_rank
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.projection import DraftProjection, find_lm_head
+
+ROWS, HIDDEN = 24, 16
+Case = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Small whole numbers: their products are exact in any order, so ties are ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+def case(
+    vocab: int, ids: Any = None, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> Case:
+    matrix_VD = whole_numbers(vocab, HIDDEN, seed=vocab).to(dtype)
+    states_ND = whole_numbers(ROWS, HIDDEN, seed=1).to(dtype)
+    bias_V = whole_numbers(vocab, seed=2).to(dtype) * 9 if bias else None
+    return matrix_VD, states_ND, None if ids is None else torch.tensor(list(ids)), bias_V
+
+
+def tied(vocab: int, equal: list[int], ids: Any = None) -> Case:
+    """The rows `equal` are alike and beat all others for every state."""
+    matrix_VD, states_ND, ids_V, _ = case(vocab, ids)
+    states_ND[:, 0] = 3
+    matrix_VD[:, 0] = -3
+    matrix_VD[equal] = 0
+    matrix_VD[equal, 0] = 50
+    return matrix_VD, states_ND, ids_V, None
+
+
+# vLLM pads to a multiple of 64, so that the second of two ranks starts at 32 in a vocabulary of up
+# to 64 ids, at 64 in one of up to 128, and at 96 in one of up to 192.
+CASES: dict[str, Case] = {
+    "even": case(128),
+    "odd": case(131),
+    "second rank nearly empty": case(65),
+    "second rank empty": case(30),
+    "bf16": case(128, dtype=torch.bfloat16),
+    "bias": case(131, bias=True),
+    "tie across ranks": tied(128, [5, 100]),
+    "tie on the second rank": tied(131, [97, 99, 130]),
+    "every third id": case(131, range(0, 131, 3)),
+    "every id": case(131, range(131)),
+    "draft ids of bf16": case(128, range(1, 128, 2), dtype=torch.bfloat16),
+    "draft ids of the first rank": case(128, [0, 3, 9, 63]),
+    "draft ids of the second rank": case(128, [64, 65, 127]),
+    "one draft id": case(131, [130]),
+    "draft ids and bias": case(131, range(0, 131, 3), bias=True),
+    "drafts tie across ranks": tied(128, [4, 64, 100], range(0, 128, 4)),
+    "drafts tie beside a better id": tied(128, [5, 8, 100], range(0, 128, 4)),
+    "the last real id": tied(131, [130], [1, 130]),
+}
+
+
+def by_argmax(matrix_VD: Tensor, states_ND: Tensor, ids_V: Tensor | None, bias_V: Any) -> list[int]:
+    """The lowest of the best ids, from all scores at once."""
+    scores_NV = states_ND.double() @ matrix_VD.double().T
+    if bias_V is not None:
+        scores_NV += bias_V.double()
+    if ids_V is None:
+        ids_V = torch.arange(matrix_VD.shape[0])
+    return [int(ids_V[row.eq(row.max()).nonzero()[0]]) for row in scores_NV[:, ids_V]]
+
+
+@pytest.fixture(scope="module")
+def chosen(
+    fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], list[Tensor]]:
+    """What each rank chooses, by case and number of ranks."""
+    found: dict[tuple[str, int], list[Tensor]] = {}
+    for size in (1, 2):
+        folder = str(tmp_path_factory.mktemp("group"))
+        everything = list(CASES.values())
+        ranks = run_fresh(
+            fresh_process,
+            top_tokens_on_rank,
+            *[(rank, size, folder, everything) for rank in range(size)],
+        )
+        for name, *ids in zip(CASES, *ranks, strict=True):
+            found[name, size] = ids
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_chooses_what_a_plain_argmax_does(
+    chosen: dict[tuple[str, int], list[Tensor]], name: str, size: int
+) -> None:
+    assert len(chosen[name, size]) == size
+    for ids_N in chosen[name, size]:
+        assert ids_N.dtype == torch.int64
+        assert ids_N.tolist() == by_argmax(*CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "winner"),
+    [
+        ("tie across ranks", 5),
+        ("tie on the second rank", 97),
+        ("drafts tie across ranks", 4),
+        ("drafts tie beside a better id", 8),
+        ("the last real id", 130),
+        ("one draft id", 130),
+    ],
+)
+def test_cases_are_what_their_names_say(name: str, winner: int) -> None:
+    assert by_argmax(*CASES[name]) == [winner] * ROWS
+
+
+def head(**changed: Any) -> Any:
+    """An LM head as far as the projection looks at one, of 6 ids and 2 padded ones."""
+    made = nn.Module()
+    fields = {
+        "quant_method": object(),
+        "shard_indices": SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=6),
+        "org_vocab_size": 6,
+        "tp_size": 1,
+    }
+    for name, value in (fields | changed).items():
+        setattr(made, name, value)
+    return made
+
+
+class Quantised:
+    """A quantised LM head's method: there is no weight to look at, only its product."""
+
+    def __init__(self, matrix_LD: Tensor) -> None:
+        self.matrix_LD = matrix_LD
+
+    def apply(self, _layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, self.matrix_LD, bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_quantised_lm_head_is_called_through_its_own_method(bias: bool) -> None:
+    matrix_LD = whole_numbers(8, HIDDEN, seed=3)
+    matrix_LD[6:] = 1e4
+    bias_L = torch.tensor([0.0, 99, 0, 500, 0, -99, 1e4, 1e4]) if bias else None
+    target = nn.Module()
+    target.lm_head = head(quant_method=Quantised(matrix_LD), bias=bias_L)
+    with set_current_vllm_config(VllmConfig()):
+        projection = DraftProjection(target, torch.tensor([1, 2, 5]))
+    states_ND = whole_numbers(ROWS, HIDDEN, seed=4)
+    real_bias = None if bias_L is None else bias_L[:6]
+    expected = by_argmax(matrix_LD[:6], states_ND, torch.tensor([1, 2, 5]), real_bias)
+    assert projection.top_tokens(states_ND).tolist() == expected
+
+
+def test_the_lm_head_is_found_where_it_is() -> None:
+    own, tied_one, wrapped = head(), head(), nn.Module()
+    wrapped.base_layer = own
+    target = nn.Module()
+    target.model = nn.Module()
+    target.model.embed_tokens = tied_one
+    assert find_lm_head(target) is tied_one
+    target.lm_head = nn.Identity()  # a placeholder, as on a rank without the last layers
+    assert find_lm_head(target) is tied_one
+    target.lm_head = wrapped  # as LoRA does
+    assert find_lm_head(target) is own
+    target.lm_head = own
+    assert find_lm_head(target) is own
+
+
+def test_a_target_without_an_lm_head_is_refused() -> None:
+    with pytest.raises(HeadsError, match=r"^model: Module shows no lm_head of vLLM's; bpd needs"):
+        find_lm_head(nn.Module())
