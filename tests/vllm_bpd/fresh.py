@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -31,7 +32,7 @@ def run_fresh(
     started = []
     for each in arguments:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_call, args=(theirs, work, each), daemon=True)
+        process = context.Process(target=_call, args=(theirs, work, pickle.dumps(each)))
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -39,7 +40,7 @@ def run_fresh(
         results = []
         for _, ours in started:
             assert ours.poll(TIMEOUT), f"{work.__name__} took more than {TIMEOUT} s"
-            done, value = ours.recv()
+            done, value = pickle.loads(ours.recv_bytes())
             assert done, value
             results.append(value)
         return results
@@ -49,11 +50,13 @@ def run_fresh(
             process.join()
 
 
-def _call(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _call(connection: Connection, work: Callable[..., Any], arguments: bytes) -> None:
+    # Pickled here: `send` would leave tensors in the memory of a process that may be gone.
     try:
-        connection.send((True, work(*arguments)))
+        result = (True, work(*pickle.loads(arguments)))
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        result = (False, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(result))
 
 
 def row_states() -> list[tuple[str, bool, str]]:
@@ -162,8 +165,6 @@ def _refusal(attempt: Callable[[], Any]) -> str:
 
 def unpickled(pickled: bytes) -> tuple[str, int, bool]:
     """Type and drafts of a pickled config, and whether it connected the runners of this process."""
-    import pickle
-
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     assert not hasattr(GPUModelRunner.__init__, "__bpd_patch__")

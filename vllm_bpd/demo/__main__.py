@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_bpd.demo.prompts import PROMPTS
 from vllm_bpd.errors import HeadsError
+
+if TYPE_CHECKING:  # they import vLLM, which reads VLLM_LOGGING_LEVEL when imported
+    from vllm_bpd.demo.contender import Answer, Contender
+    from vllm_bpd.demo.report import Comparison
 
 
 def main() -> None:
@@ -38,7 +41,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """The comparison itself. Raises HeadsError for a target without heads."""
     from vllm_bpd.demo.contender import Contender
-    from vllm_bpd.demo.report import Comparison, first_difference, save_picture, show
+    from vllm_bpd.demo.report import save, show
     from vllm_bpd.demo_target import export_demo_target
 
     console = Console(record=True, width=100)
@@ -47,8 +50,20 @@ def run(arguments: argparse.Namespace) -> None:
     console.print(f"target {Path(target).name}: starting two engines (a minute or two each) ...")
     common = {"max_tokens": arguments.max_tokens, "dtype": arguments.dtype}
     bpd = Contender("bpd", target, speculative_config=speculative, **common)
-    plain = Contender("plain", target, **common)
-    answers = {"plain": [], "bpd": []}  # type: ignore[var-annotated]
+    plain = Contender("no speculation", target, **common)
+    result = compare(plain, bpd, arguments.dtype, console)
+    show(result, bpd.llm.get_tokenizer(), console)
+    save(result, console, arguments.output)
+    print(f"picture: {arguments.output}/demo.svg, figures: {arguments.output}/demo.json")
+    for contender in (bpd, plain):
+        contender.close()
+
+
+def compare(plain: Contender, bpd: Contender, dtype: str, console: Console) -> Comparison:
+    """Both contenders answer every prompt, taking turns; differing answers get their margin."""
+    from vllm_bpd.demo.report import Comparison, first_difference
+
+    answers: dict[str, list[Answer]] = {plain.name: [], bpd.name: []}
     for contender in (plain, bpd):  # first requests pay for lazy set-up: not counted
         contender.answer("Hello!")
     before = bpd.counters()
@@ -61,24 +76,19 @@ def run(arguments: argparse.Namespace) -> None:
             progress.advance(task)
     after = bpd.counters()
     margins = {}
-    for index, (a, b) in enumerate(zip(answers["plain"], answers["bpd"], strict=True)):
+    pairs = zip(answers[plain.name], answers[bpd.name], strict=True)
+    for index, (a, b) in enumerate(pairs):
         if a.token_ids != b.token_ids:
             at = first_difference(a.token_ids, b.token_ids)
             margins[index] = plain.margin(PROMPTS[index], a.token_ids[:at])
-    result = Comparison(
-        PROMPTS,
-        tuple(answers["plain"]),
-        tuple(answers["bpd"]),
-        {name: _minus(after[name], before[name]) for name in after},
-        margins,
-        arguments.dtype,
+    return Comparison(
+        prompts=PROMPTS,
+        plain=tuple(answers[plain.name]),
+        bpd=tuple(answers[bpd.name]),
+        counters={name: _minus(after[name], before[name]) for name in after},
+        margins=margins,
+        dtype=dtype,
     )
-    show(result, bpd.llm.get_tokenizer(), console)
-    save_picture(console, arguments.output / "demo.svg")
-    _save_raw(result, arguments.output / "demo.json")
-    console.print(f"picture: {arguments.output / 'demo.svg'}, figures: {arguments.output}/demo.json")
-    for contender in (bpd, plain):
-        contender.close()
 
 
 def _progress(console: Console) -> Progress:
@@ -92,39 +102,10 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _minus(after: object, before: object) -> object:
-    if isinstance(after, list) and isinstance(before, list):
+def _minus(after: Any, before: Any) -> Any:
+    if isinstance(after, list):
         return [a - b for a, b in zip(after, before, strict=True)]
-    return after - before  # type: ignore[operator]
-
-
-def _save_raw(result: object, path: Path) -> None:
-    from vllm_bpd.demo.report import Comparison
-
-    assert isinstance(result, Comparison)
-    path.write_text(
-        json.dumps(
-            {
-                "vllm": version("vllm"),
-                "torch": version("torch"),
-                "dtype": result.dtype,
-                "tokens_per_second": {
-                    "no speculation": result.speed(result.plain),
-                    "bpd": result.speed(result.bpd),
-                },
-                "ratio": result.ratio,
-                "mean_accepted_block": result.mean_accepted_block,
-                "acceptance_by_position": result.acceptance_by_position,
-                "identical": result.identical,
-                "prompts": len(result.prompts),
-                "margins": result.margins,
-                "blocks": [a.blocks for a in result.bpd],
-            },
-            indent=2,
-        )
-        + "\n",
-        encoding="utf-8",
-    )
+    return after - before
 
 
 if __name__ == "__main__":

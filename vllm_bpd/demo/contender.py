@@ -64,16 +64,16 @@ class Contender:
         )[0]
         logprobs = output.outputs[0].logprobs
         assert logprobs is not None
-        best, second = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)[:2]
-        return best - second
+        values = sorted((float(entry.logprob) for entry in logprobs[0].values()), reverse=True)
+        return values[0] - values[1]
 
     def counters(self) -> dict[str, Any]:
         """The engine's own speculation counters, by metric name without its prefix."""
         prefix = "vllm:spec_decode_"
         return {
-            metric.name.removeprefix(prefix): getattr(metric, "value", None)
-            if hasattr(metric, "value")
-            else metric.values
+            metric.name.removeprefix(prefix): (
+                metric.value if hasattr(metric, "value") else metric.values
+            )
             for metric in self.llm.get_metrics()
             if metric.name.startswith(prefix)
         }
