@@ -26,7 +26,8 @@ def evaluate(heads_folder: Path, target: str, answers: Path, states: Path) -> di
     heads, _ = load_heads(heads_folder)
     shards = write_states(target, answers, states)
     texts = read_texts(shards, heads.config.num_draft_heads)
-    return evaluate_rows(heads_folder, read_rows(target), texts, torch.arange(texts.rows))
+    report = evaluate_rows(heads_folder, read_rows(target), texts, torch.arange(texts.rows))
+    return {"heads": heads_folder.name, "target": Path(target).name, **report}
 
 
 def evaluate_rows(

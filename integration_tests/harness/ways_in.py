@@ -1,10 +1,10 @@
 """Builds one engine for every way a user may ask for `bpd`, and answers with each.
 
-Run as `python -m integration_tests.harness.ways_in REQUEST_FILE`: a JSON object with `base` (options
-that every way gets, as command-line words), `prompt` (token ids), `max_tokens`, and `ways`: name to
-`{"argv": [...]}`, parsed by the real `vllm serve` parser, or `{"llm": {...}}`, keyword arguments of
-`vllm.LLM`. Prints one JSON line a way, the last on standard output: ids, method, number of drafts,
-and the counters; or the error.
+Run as `python -m integration_tests.harness.ways_in REQUEST_FILE`: a JSON object with `base`
+(options that every way gets, as command-line words), `prompt` (token ids), `max_tokens`, and
+`ways`: name to `{"argv": [...]}`, parsed by the real `vllm serve` parser, or `{"llm": {...}}`,
+keyword arguments of `vllm.LLM`. The last line printed begins with REPLIES and gives, for each way,
+ids, method and number of drafts, or the error.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from heads_training.cli import build_parser, from_args, main
 from heads_training.generate import GenerateConfig, generate
 from heads_training.train import TrainConfig
 from vllm_bpd.checkpoint import read_config
+from vllm_bpd.errors import HeadsError
 
 _OWN_IMPORTS = {"config", "heads", "checkpoint", "fingerprint", "errors"}
 
@@ -88,6 +89,18 @@ def test_options_mirror_the_records() -> None:
 def test_finished_answers_need_no_engine(tmp_path: Path) -> None:
     (tmp_path / "answers-00000.jsonl").write_text("")
     assert generate(GenerateConfig("t", tmp_path, self_written=5)) == 0
+
+
+def test_other_options_do_not_mix_with_answers(tmp_path: Path) -> None:
+    (tmp_path / "answers-00000.jsonl").write_text("")
+    config = GenerateConfig("models/t", tmp_path, self_written=5)
+    assert generate(config) == 0
+    assert "models" not in (tmp_path / "generate.json").read_text()  # names, no paths
+    with pytest.raises(HeadsError, match="seed: found 0, this run has 1"):
+        generate(replace(config, seed=1))
+    (tmp_path / "generate.json").write_text("[")
+    with pytest.raises(HeadsError, match="not readable"):
+        generate(config)
 
 
 def test_vllm_is_imported_only_to_generate() -> None:

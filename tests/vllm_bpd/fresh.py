@@ -7,6 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from hashlib import sha256
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -182,6 +183,8 @@ def join_group(rank: int, size: int, folder: str) -> None:
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Names the shared memory of a CPU group; as a rule the engine does that.
+    os.environ["VLLM_DIST_IDENT"] = sha256(folder.encode()).hexdigest()[:16]
     config = VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=size))
     context = set_current_vllm_config(config)
     context.__enter__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import pytest
@@ -199,6 +200,42 @@ def test_refusing_names_reason_and_doctor(
 
 def test_our_method_may_use_async_scheduling() -> None:
     assert get_args(entry.async_methods(Literal["a", "b"])) == ("a", "b", "bpd")
+
+
+def vllm_config(method: str | None, v2: bool, asked: bool | None) -> Any:
+    return SimpleNamespace(
+        speculative_config=None if method is None else SimpleNamespace(method=method),
+        scheduler_config=SimpleNamespace(async_scheduling=asked),
+        use_v2_model_runner=v2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "asked", "found"),
+    [
+        ("bpd", False, None, False),
+        ("bpd", False, False, False),
+        ("bpd", True, None, None),
+        ("bpd", True, True, True),
+        ("bpd", True, False, False),
+        ("ngram", False, None, None),
+        ("eagle", False, True, True),
+        (None, False, True, True),
+    ],
+)
+def test_only_v1_with_our_method_loses_async_scheduling(
+    method: str | None, v2: bool, asked: bool | None, found: bool | None
+) -> None:
+    seen = []
+    made = vllm_config(method, v2, asked)
+    entry.check_vllm_config(lambda c: seen.append(c.scheduler_config.async_scheduling), made)
+    assert seen == [found]  # before the engine decides
+
+
+def test_v1_with_our_method_refuses_async_scheduling() -> None:
+    with pytest.raises(HeadsError, match=r"^async_scheduling: found True; bpd on") as caught:
+        entry.check_vllm_config(lambda _: None, vllm_config("bpd", False, True))
+    one_line(caught.value)
 
 
 def test_the_format_is_registered_once_and_again() -> None:

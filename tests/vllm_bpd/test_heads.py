@@ -74,9 +74,8 @@ def test_training_starts_with_every_head_equal_to_the_target(conditioning: str) 
     heads.reset_parameters(torch.Generator().manual_seed(0))
     states_BKD = heads(rows(), rows(1) if conditioning == "sampled_token" else None)
     assert torch.equal(states_BKD, rows().unsqueeze(1).expand(-1, 3, -1))
-    assert not torch.equal(
-        hidden_weight(heads) * 0, hidden_weight(heads)
-    )  # or nothing would ever be learnt
+    # Were the hidden layer zero, too, nothing would ever be learnt.
+    assert not torch.equal(hidden_weight(heads) * 0, hidden_weight(heads))
 
 
 def test_the_start_depends_on_the_generator_alone() -> None:

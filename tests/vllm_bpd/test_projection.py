@@ -13,6 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="the projection is vLLM's")
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tests.vllm_bpd.fresh import run_fresh, top_tokens_on_rank
 from vllm_bpd.errors import HeadsError
@@ -162,6 +164,24 @@ def test_a_quantised_lm_head_is_called_through_its_own_method(bias: bool) -> Non
     states_ND = whole_numbers(ROWS, HIDDEN, seed=4)
     real_bias = None if bias_L is None else bias_L[:6]
     expected = by_argmax(matrix_LD[:6], states_ND, torch.tensor([1, 2, 5]), real_bias)
+    assert projection.top_tokens(states_ND).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [UnquantizedLinearMethod, UnquantizedEmbeddingMethod])
+def test_a_plain_lm_head_whose_weight_was_packed_away_is_called_too(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, vLLM keeps no plain copy of an LM head that a quantised target leaves alone."""
+    matrix_LD = whole_numbers(6, HIDDEN, seed=3)
+    quantised = Quantised(matrix_LD)
+    monkeypatch.setattr(kind, "apply", lambda _, *given, **named: quantised.apply(*given, **named))
+    packed = nn.Parameter(torch.empty(0), requires_grad=False)
+    target = nn.Module()
+    target.lm_head = head(quant_method=kind.__new__(kind), weight=packed)
+    with set_current_vllm_config(VllmConfig()):
+        projection = DraftProjection(target, torch.tensor([1, 2, 5]))
+    states_ND = whole_numbers(ROWS, HIDDEN, seed=4)
+    expected = by_argmax(matrix_LD, states_ND, torch.tensor([1, 2, 5]), None)
     assert projection.top_tokens(states_ND).tolist() == expected
 
 
