@@ -173,8 +173,6 @@ def generate(config: GenerateConfig) -> int:
 
     Raises HeadsError for prompt files or a tokenizer that cannot be used.
     """
-    from tqdm import tqdm
-
     plan = list(_plan(config))
     check_settings(config)
     todo = [
@@ -186,16 +184,29 @@ def generate(config: GenerateConfig) -> int:
     if not todo:
         logger.info("%s: every answer is there already", config.output)
         return 0
-    llm, written = _engine(config), 0
-    tokenizer = llm.get_tokenizer()
+    llm = _engine(config)
+    try:
+        return _write_chunks(llm, config, todo)
+    finally:
+        # Otherwise the engine's processes hold their memory and cores until this one ends,
+        # through all of the training that `bpd-train all` goes on with.
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _write_chunks(
+    llm: Any, config: GenerateConfig, todo: list[tuple[int, list[Prompt | tuple[str, int]], Path]]
+) -> int:
+    """Make and write the chunks `todo`: (number, prompts or openers, file); answer tokens made."""
+    from tqdm import tqdm
+
+    tokenizer, written = llm.get_tokenizer(), 0
     with tqdm(total=sum(len(items) for _, items, _ in todo), unit="prompt") as bar:
         for number, items, path in todo:
             openers = [item for item in items if isinstance(item, tuple)]
             prompts = [item for item in items if isinstance(item, Prompt)]
             # One seed a request, never used twice over all chunks.
-            prompts += _write_user_turns(
-                llm, tokenizer, openers, config.seed + number * config.chunk
-            )
+            seed = config.seed + number * config.chunk
+            prompts += _write_user_turns(llm, tokenizer, openers, seed)
             records = _answer(llm, tokenizer, prompts, config)
             partial = path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")

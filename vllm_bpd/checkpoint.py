@@ -158,7 +158,7 @@ def save_heads(
         check_draft_token_ids(draft_token_ids_V, config)
         tensors[DRAFT_TOKEN_IDS] = draft_token_ids_V.to("cpu", torch.int32).contiguous()
     target = Path(folder).resolve()  # what a link points to is replaced, not the link
-    _require_replaceable(target)
+    require_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Private, but not what is made in it: heads are as readable as any file the user writes.
     private = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -184,8 +184,12 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _require_replaceable(target: Path) -> None:
-    """Refuse a place where saving would remove something that is no heads' checkpoint."""
+def require_replaceable(folder: str | os.PathLike[str]) -> None:
+    """Raise HeadsError if saving to `folder` would remove something that is no heads' checkpoint.
+
+    `save_heads` asks it too; whoever trains for hours first asks before.
+    """
+    target = Path(folder)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     try:

@@ -60,7 +60,7 @@ def _symbols() -> bool:
         print(f"! {error}")
         return False
     usable_all = True
-    for patch in (*patches.ENTRY, *patches.RUNNERS):
+    for patch in patches.for_release((*patches.ENTRY, *patches.RUNNERS), installed):
         usable, found = state(patch, installed)
         usable_all &= usable
         kind = "wrapped" if patch.replacement else "used"

@@ -104,3 +104,9 @@ def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None
                 )
             scheduler.async_scheduling = False
     original(vllm_config)
+
+
+def keep_dynamic_schedule(original: Callable[[Any], None], vllm_config: Any) -> None:
+    """0.33 drops dynamic schedules on V1 but for proposers it knows to honour them: ours does."""
+    if getattr(vllm_config.speculative_config, "method", None) != METHOD:
+        original(vllm_config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from vllm_bpd.patching import ABSENT, Patch, PatchError, apply
+from vllm_bpd.patching import ABSENT, Patch, PatchError, apply, is_release
 
 SUPPORTED = ">=0.32,<0.34"
 
@@ -51,6 +51,14 @@ RUNNERS = (
         "Literal",
         "vllm_bpd.entry:async_methods",
         "the methods that may use async scheduling; this module reads it for nothing else",
+    ),
+    Patch(
+        "vllm.config.vllm",
+        "VllmConfig._maybe_disable_dynamic_sd_for_v1",
+        "(self)",
+        "vllm_bpd.entry:keep_dynamic_schedule",
+        "V1 allows dynamic schedules to a list of proposers that honour them; ours does too",
+        versions=">=0.33,<0.34",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner",
@@ -138,11 +146,20 @@ def vllm_version() -> str:
         raise PatchError("vLLM is not installed in this environment") from None
 
 
+def for_release(rows: tuple[Patch, ...], installed: str) -> tuple[Patch, ...]:
+    """The rows that this release needs; a row of a narrower range is for those releases alone."""
+    return tuple(
+        row for row in rows if row.versions == SUPPORTED or is_release(installed, row.versions)
+    )
+
+
 def install_entry() -> None:
     """Let users name `bpd`, or raise PatchError."""
-    apply(ENTRY, vllm_version())
+    installed = vllm_version()
+    apply(for_release(ENTRY, installed), installed)
 
 
 def install_runners() -> None:
     """Connect the drafter to both model runners, or raise PatchError."""
-    apply(RUNNERS, vllm_version())
+    installed = vllm_version()
+    apply(for_release(RUNNERS, installed), installed)

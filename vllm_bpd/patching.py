@@ -62,7 +62,7 @@ def describe(value: Any) -> str:
 
 def state(patch: Patch, version: str) -> tuple[bool, str]:
     """(usable, what was found) of one row on the installed `version` of the patched package."""
-    if not _is_release(version, patch.versions):
+    if not is_release(version, patch.versions):
         return False, f"release {version} is not {patch.versions}"
     try:
         owner, name = _owner(patch)
@@ -107,7 +107,8 @@ def apply_unchecked(patches: Iterable[Patch]) -> None:
                 _replace(patch, _load(patch.replacement))
 
 
-def _is_release(version: str, versions: str) -> bool:
+def is_release(version: str, versions: str) -> bool:
+    """Whether the release `version` is one of `versions`, pre-releases included."""
     try:
         return Version(version) in SpecifierSet(versions, prereleases=True)
     except InvalidVersion:  # a build of someone's own; nothing was read in its source

@@ -78,6 +78,13 @@ def find_recording(prefix: Sequence[int], recordings: Sequence[Recording]) -> Re
     return None
 
 
+def runs_past(prefix: Sequence[int], recordings: Sequence[Recording]) -> bool:
+    """Whether `prefix` is some recording's whole text and more."""
+    wanted = list(prefix)
+    texts = (recording.prompt + recording.answer for recording in recordings)
+    return any(len(wanted) > len(text) and wanted[: len(text)] == text for text in texts)
+
+
 def continuation(
     prefix: Sequence[int],
     recordings: Sequence[Recording],

@@ -7,11 +7,16 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports a library that reads them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# On a busy machine any example may take long.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

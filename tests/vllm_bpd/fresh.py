@@ -66,7 +66,7 @@ def row_states() -> list[tuple[str, bool, str]]:
     from vllm_bpd.patching import state
 
     version = patches.vllm_version()
-    rows = (*patches.ENTRY, *patches.RUNNERS)
+    rows = patches.for_release((*patches.ENTRY, *patches.RUNNERS), version)
     return [(row.symbol, *state(row, version)) for row in rows]
 
 
@@ -78,7 +78,8 @@ def replaced_by(step: str) -> tuple[list[str], bool]:
 
     def symbols() -> dict[str, Any]:
         found = {}
-        for row in (*patches.ENTRY, *patches.RUNNERS):
+        rows = (*patches.ENTRY, *patches.RUNNERS)
+        for row in patches.for_release(rows, patches.vllm_version()):
             owner: Any = __import__(row.module, fromlist=["_"])
             for part in row.attribute.split("."):
                 owner = getattr(owner, part)

@@ -19,7 +19,8 @@ from vllm_bpd import patches
 from vllm_bpd.patches import ENTRY, RUNNERS
 from vllm_bpd.patching import ABSENT, Patch, PatchError
 
-ROWS = (*ENTRY, *RUNNERS)
+EVERY_ROW = (*ENTRY, *RUNNERS)
+ROWS = patches.for_release(EVERY_ROW, patches.vllm_version())
 REPLACED = [row for row in ROWS if row.replacement]
 
 
@@ -39,7 +40,15 @@ def test_each_row_is_what_the_installed_vllm_has(
 def test_each_row_is_there_once_and_says_why() -> None:
     assert len({row.symbol for row in ROWS}) == len(ROWS)
     assert all(row.why for row in ROWS)
-    assert {row.versions for row in ROWS} == {patches.SUPPORTED}
+
+
+def test_a_row_of_a_narrower_range_is_left_out_elsewhere() -> None:
+    old = {row.symbol for row in patches.for_release(EVERY_ROW, "0.32.0+cpu")}
+    new = {row.symbol for row in patches.for_release(EVERY_ROW, "0.33.0")}
+    assert new - old == {"vllm.config.vllm.VllmConfig._maybe_disable_dynamic_sd_for_v1"}
+    assert not old - new
+    # A release that is not supported at all keeps every row of the supported range, to be refused.
+    assert old == {row.symbol for row in patches.for_release(EVERY_ROW, "0.99")}
 
 
 @pytest.mark.parametrize("row", REPLACED, ids=lambda row: row.symbol)
@@ -68,7 +77,7 @@ def test_each_replacement_takes_what_the_original_takes(row: Patch) -> None:
 
 def test_only_rows_of_the_table_name_replacements() -> None:
     """A function that takes an `original` is a replacement, and each has its row."""
-    named = {row.replacement for row in REPLACED}
+    named = {row.replacement for row in EVERY_ROW if row.replacement}
     found = set()
     for path in Path(patches.__file__).parent.glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

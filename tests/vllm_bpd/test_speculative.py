@@ -159,7 +159,8 @@ def test_fields_of_other_methods_are_refused_by_name(make: Make, field: Any) -> 
     assert message.endswith("it has no meaning for method bpd; leave it out")
 
 
-def test_our_fields_are_fields() -> None:
+def test_our_fields_are_fields_and_no_others_are_ours() -> None:
+    assert not _OUR_FIELDS & set(FOREIGN)
     assert {f.name for f in dataclasses.fields(SpeculativeConfig)} >= _OUR_FIELDS
 
 

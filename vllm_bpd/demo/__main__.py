@@ -49,8 +49,9 @@ def run(arguments: argparse.Namespace) -> None:
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
     console.print(f"target {Path(target).name}: starting two engines (a minute or two each) ...")
     common = {"max_tokens": arguments.max_tokens, "dtype": arguments.dtype}
-    bpd = Contender("bpd", target, speculative_config=speculative, **common)
+    # In this order: an engine takes the metrics of those before it out of the registry.
     plain = Contender("no speculation", target, **common)
+    bpd = Contender("bpd", target, speculative_config=speculative, **common)
     result = compare(plain, bpd, arguments.dtype, console)
     show(result, bpd.llm.get_tokenizer(), console)
     save(result, console, arguments.output)
