@@ -16,8 +16,8 @@ help: ## list the targets
 setup: ## create .venv, or bring it up to date (a second run installs nothing)
 	@$(PYTHON) scripts/setup_cpu.py
 
-demo: setup ## serve SmolLM2 with and without heads and show the difference
-	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo
+demo: setup ## serve SmolLM2 with and without heads, side by side; ARGS="--dtype float32" is passed on
+	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo $(ARGS)
 
 test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
 	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(ARGS)
