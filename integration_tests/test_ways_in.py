@@ -1,8 +1,14 @@
-"""Every documented way to ask for `bpd`, against the real parser and a real engine (0.32, V1)."""
+"""Every way that README.md gives to ask for `bpd`, word for word; and what is refused.
+
+Against the real parser and a real engine (0.32, V1).
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +22,8 @@ from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_prompts
 from integration_tests.harness.targets import TARGETS, write_target
 
-NUM_HEADS = 3
+NUM_HEADS = 4  # inside the target
+OTHER_HEADS = 3  # the README's HEADS; it asks for 3 drafts
 MAX_TOKENS = 12
 LLM_OPTIONS = {
     "max_model_len": 64,
@@ -59,8 +66,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ways")
     target = write_target(TARGETS["llama"], root / "target")
     write_heads(target, target / "bpd_heads", NUM_HEADS)
-    write_heads(target, root / "other", 2)
+    write_heads(target, root / "other", OTHER_HEADS)
     return root
+
+
+def readme_ways(target: str, heads: str, folder: Path) -> dict[str, Any]:
+    """The README's `vllm serve` lines, YAML and `LLM(...)` calls, MODEL and HEADS filled in."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    text = text.replace("MODEL", target).replace("HEADS", heads)
+    ways: dict[str, Any] = {}
+    for line in re.findall(r"^\$ vllm serve (.*)$", text, flags=re.MULTILINE):
+        ways[f"serve {len(ways)}"] = {"argv": shlex.split(line)[1:]}
+    for content in re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        path = folder / f"{len(ways)}.yaml"
+        path.write_text(content)
+        ways[f"yaml {len(ways)}"] = {"argv": ["--config", str(path)]}
+    for content in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM":
+                arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+                llm = {"model": ast.literal_eval(node.args[0]), **LLM_OPTIONS, **arguments}
+                ways[f"offline {len(ways)}"] = {"llm": llm}
+    return ways
 
 
 @pytest.fixture(scope="module")
@@ -69,54 +96,51 @@ def replies(folder: Path) -> dict[str, Any]:
     target, other = str(folder / "target"), str(folder / "other")
     word = folder / "word.yaml"
     word.write_text("speculative-config: bpd\n")
-    nested = folder / "nested.yaml"
-    nested.write_text(f"speculative-config:\n  method: bpd\n  model: {other}\n")
-    llm = {"model": target, **LLM_OPTIONS}
-    named = json.dumps({"method": "bpd", "model": other, "num_speculative_tokens": 1})
+    too_many = {"method": "bpd", "num_speculative_tokens": NUM_HEADS + 1}
     ways = {
+        **readme_ways(target, other, folder),
         "none": {"argv": []},
-        "word": {"argv": ["--speculative-config", "bpd"]},
-        "json": {"argv": ["--speculative-config", named]},
-        "dotted": {
-            "argv": ["--speculative-config.method", "bpd", "--speculative-config.model", other]
-        },
-        "short flags": {
-            "argv": ["--spec-method", "bpd", "--spec-model", other, "--spec-tokens", "1"]
-        },
         "yaml word": {"argv": ["--config", str(word)]},
-        "yaml nested": {"argv": ["--config", str(nested)]},
-        "offline word": {"llm": {**llm, "speculative_config": "bpd"}},
-        "offline dict": {"llm": {**llm, "speculative_config": {"method": "bpd", "model": other}}},
-        "too many": {"argv": ["--spec-method", "bpd", "--spec-tokens", "4"]},
+        "fewer": {"argv": ["--spec-method", "bpd", "--spec-tokens", "1"]},
+        "too many": {"argv": ["--speculative-config", json.dumps(too_many)]},
         "too many offline": {
-            "llm": {**llm, "speculative_config": {"method": "bpd", "num_speculative_tokens": 4}}
+            "llm": {"model": target, **LLM_OPTIONS, "speculative_config": too_many}
         },
     }
     return answered(folder, ways, ["--model", target, *BASE])
 
 
-@pytest.mark.parametrize(
-    ("way", "drafts"),
-    [
-        ("word", NUM_HEADS),
-        ("json", 1),
-        ("dotted", 2),
-        ("short flags", 1),
-        ("yaml word", NUM_HEADS),
-        ("yaml nested", 2),
-        ("offline word", NUM_HEADS),
-        ("offline dict", 2),
-    ],
-)
-def test_way_in(replies: dict[str, Any], way: str, drafts: int) -> None:
-    """It serves the target's own text, says `bpd`, and drafts what the heads found say."""
-    reply = replies[way]
+def check_served(reply: dict[str, Any], plain: dict[str, Any], drafts: int) -> None:
+    """It gives the target's own text, says `bpd`, and drafts what the heads found say."""
     assert "error" not in reply, reply
-    assert reply["ids"] == replies["none"]["ids"]
+    assert reply["ids"] == plain["ids"]
     assert len(reply["ids"]) == MAX_TOKENS
     assert reply["method"] == "bpd"
     assert reply["drafts"] == drafts
     assert "bpd" in reply["said"]
+
+
+def test_every_way_of_the_readme(replies: dict[str, Any]) -> None:
+    """Word for word."""
+    drafts = {
+        "serve 0": NUM_HEADS,  # the bare word
+        "serve 1": 3,  # JSON, with a number
+        "serve 2": OTHER_HEADS,  # dotted
+        "serve 3": 3,  # short flags
+        "yaml 4": OTHER_HEADS,
+        "offline 5": NUM_HEADS,
+        "offline 6": OTHER_HEADS,
+    }
+    served = ("serve", "yaml 4", "offline 5", "offline 6")
+    assert [name for name in replies if name.startswith(served)] == list(drafts)
+    for name, expected in drafts.items():
+        check_served(replies[name], replies["none"], expected)
+
+
+@pytest.mark.parametrize(("way", "drafts"), [("yaml word", NUM_HEADS), ("fewer", 1)])
+def test_further_ways(replies: dict[str, Any], way: str, drafts: int) -> None:
+    """The bare word in a YAML file; heads found inside the target, fewer of them used."""
+    check_served(replies[way], replies["none"], drafts)
     assert replies["none"]["method"] is None
 
 
@@ -124,7 +148,7 @@ def test_way_in(replies: dict[str, Any], way: str, drafts: int) -> None:
 def test_more_drafts_than_heads_are_refused(replies: dict[str, Any], way: str) -> None:
     """In one line; on the command line it is the exit message, not a traceback."""
     reply = replies[way]
-    assert "num_speculative_tokens: found 4" in reply["error"]
-    assert "has 3 heads" in reply["error"]
+    assert f"num_speculative_tokens: found {NUM_HEADS + 1}" in reply["error"]
+    assert f"has {NUM_HEADS} heads" in reply["error"]
     assert "\n" not in reply["error"]
     assert reply.get("exit", False) == (way == "too many")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from vllm_bpd.errors import HeadsError
@@ -18,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 # Why `bpd` is refused in this process; None where it works.
 _refused: str | None = None
-# Whether arguments came from a command line, where a mistake is one line and no traceback.
-_command_line = False
 
 
 def refuse(reason: str) -> None:
@@ -51,17 +51,24 @@ def create_engine_config(
     try:
         return original(engine_args, *args, **kwargs)
     except HeadsError as error:
-        if _command_line:
+        if runs_vllm_command():
             raise SystemExit(f"vllm: error: {error}") from None
         raise
+
+
+def runs_vllm_command() -> bool:
+    """Whether this process is `vllm ...`, where a mistake is one line and no traceback.
+
+    A program of the user's own gets the exception, even if it borrows vLLM's argument parser.
+    """
+    program = Path(sys.argv[0])
+    return program.name == "vllm" or "entrypoints" in program.parts
 
 
 def add_cli_args(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
     """Let `--speculative-config bpd` and `--spec-method bpd` parse, and say so in --help."""
-    global _command_line
-    _command_line = True
     parser = original(parser)
     # A vLLM that is refused may lack either option, and must still serve without `bpd`.
     config = parser._option_string_actions.get("--speculative-config")

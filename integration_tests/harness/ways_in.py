@@ -23,6 +23,8 @@ def main() -> None:
     replies = {}
     for name, way in request["ways"].items():
         try:
+            # Whose mistake it is, the `vllm` command's user's or a program's, is told by its name.
+            sys.argv[0] = "vllm" if "argv" in way else "program.py"
             if "argv" in way:
                 replies[name] = asyncio.run(serve_arguments(request, way["argv"]))
             else:
@@ -39,7 +41,7 @@ def main() -> None:
 async def serve_arguments(request: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """What `vllm serve` does with its command line, up to the engine that answers requests."""
     from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -146,8 +147,7 @@ def test_help_shows_the_word(parser: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def nowhere(target: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(entry, "_command_line", False)
+def nowhere(target: Path) -> Any:
     return EngineArgs(
         model=str(target), speculative_config={"method": "bpd", "model": "/nowhere"}, **COMMON
     )
@@ -159,8 +159,11 @@ def test_a_mistake_in_python_is_an_exception(nowhere: Any) -> None:
     one_line(caught.value)
 
 
-def test_a_mistake_on_the_command_line_is_one_line(nowhere: Any) -> None:
-    EngineArgs.add_cli_args(FlexibleArgumentParser())
+@pytest.mark.parametrize("program", ["/venv/bin/vllm", "/x/vllm/entrypoints/cli/main.py"])
+def test_a_mistake_on_the_command_line_is_one_line(
+    nowhere: Any, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "serve"])
     with pytest.raises(SystemExit) as caught:
         nowhere.create_engine_config()
     assert isinstance(caught.value.code, str)  # printed to stderr, status 1

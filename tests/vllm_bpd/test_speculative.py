@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 import vllm_bpd
 from tests.vllm_bpd.fresh import run_fresh, unpickled
 from tests.vllm_bpd.samples import one_line, write_heads, write_target
-from vllm_bpd import entry, speculative
+from vllm_bpd import speculative
 from vllm_bpd.checkpoint import read_config
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.patching import PatchError
@@ -40,12 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_target(folder / "target")
     write_heads(folder / "heads", folder / "target")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No command line was read in this process, whatever ran before."""
-    monkeypatch.setattr(entry, "_command_line", False)
 
 
 @pytest.fixture(scope="module")

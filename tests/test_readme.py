@@ -1,0 +1,68 @@
+"""The README's commands exist and parse; `integration_tests/test_ways_in.py` serves with them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from heads_training.cli import main as bpd_train
+from vllm_bpd.cli import main as vllm_bpd
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ (.*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+
+
+def commands(program: str) -> list[str]:
+    found = [command for command in COMMANDS if command.split()[0] == program]
+    assert found, f"README has no {program} command any more"
+    return found
+
+
+def test_every_command_is_of_a_program_that_is_tested() -> None:
+    tested = {"make", "pip", "vllm", "vllm-bpd", "bpd-train"}
+    assert {command.split()[0] for command in COMMANDS} <= tested
+
+
+@pytest.mark.parametrize("command", commands("make"))
+def test_make_targets_exist(command: str) -> None:
+    done = subprocess.run(
+        ["make", "-n", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", commands("bpd-train"))
+def test_training_commands_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They get as far as a target that is not there."""
+    words = [w.replace("MODEL", "no-such-folder/x/y") for w in shlex.split(command)[1:]]
+    status = bpd_train(words)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert "no-such-folder/x/y" in error
+    assert "usage" not in error
+
+
+@pytest.mark.parametrize("command", commands("vllm-bpd"))
+def test_doctor_answers(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm", reason="doctor examines vLLM")
+    words = [w.replace("MODEL", "no-such-folder/x/y") for w in shlex.split(command)[1:]]
+    assert vllm_bpd(words) == 1
+    assert "! heads: model: no heads found for no-such-folder/x/y" in capsys.readouterr().out
+
+
+def test_paths_named_in_the_readme_exist() -> None:
+    listed = re.search(r"```\n(vllm_bpd/.*?)```", README, flags=re.DOTALL)
+    assert listed is not None
+    top = ""
+    for line in listed[1].splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            top = name
+        path = ROOT / (name if name == top else top + name)
+        assert path.exists(), f"README names {path.relative_to(ROOT)}, which is not there"
