@@ -12,7 +12,7 @@ from heads_training.hidden_states import write_states
 from heads_training.provenance import provenance
 from heads_training.target import read_rows
 from heads_training.train import TrainConfig, prepare, train
-from vllm_bpd.checkpoint import save_heads
+from vllm_bpd.checkpoint import require_replaceable, save_heads
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ def train_checkpoint(
     interruption. `command` goes into the provenance. Returns the walk's report on the held-out
     answers. Raises HeadsError for bad input.
     """
+    require_replaceable(output)  # now, not after hours of training
     shards = write_states(target, answers, work / "states")
     data = prepare(config, shards, read_rows(target))
     counts = describe(data.texts)

@@ -28,6 +28,7 @@ from heads_training.dataset import (
     to_draft_ids,
 )
 from heads_training.target import TargetRows
+from heads_training.training_state import load_state, save_state
 from heads_training.walk import frozen_rows, match_rows, walk
 from vllm_bpd.config import Activation, Conditioning, HeadsConfig
 from vllm_bpd.errors import HeadsError
@@ -35,7 +36,7 @@ from vllm_bpd.heads import BlockwiseHeads
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "training.pt"
+STATE_FILE = "training.safetensors"
 LOG_FILE = "train-log.jsonl"
 
 
@@ -254,38 +255,14 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write heads, optimiser and step, whole or not at all."""
-        partial = path.with_suffix(".partial")
-        state = {
-            "made_with": self._made_with(),
-            "step": self.step,
-            "heads": self.heads.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(state, partial)
-        partial.replace(path)
+        save_state(path, self.step, self.heads, self.optimizer, self._made_with())
 
     def load(self, path: Path) -> None:
         """Go on exactly where `save` stopped.
 
         Raises HeadsError if the file is damaged or was made with other options or data.
         """
-        try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-            found, expected = state["made_with"], self._made_with()
-            differing = [name for name in expected if found.get(name) != expected[name]]
-            if not differing:
-                self.heads.load_state_dict(state["heads"])
-                self.optimizer.load_state_dict(state["optimizer"])
-                self.step = state["step"]
-        except Exception as error:  # torch.load raises whatever its reader does
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise HeadsError(f"{path}: not a training state ({reason}); delete it") from None
-        if differing:
-            name = differing[0]
-            raise HeadsError(
-                f"{path}: {name}: found {found.get(name)!r}, this run has {expected[name]!r}; "
-                "give the same options and answers to go on, or delete the file to start anew"
-            )
+        self.step = load_state(path, self.heads, self.optimizer, self._made_with())
 
     def _made_with(self) -> dict[str, Any]:
         rows = {
