@@ -151,6 +151,9 @@ def _run_evaluate(args: argparse.Namespace) -> None:
 
 
 def _run_all(args: argparse.Namespace) -> None:
+    from heads_training.target import resolve_target
+
+    resolve_target(args.target)
     args.answers = args.work / "answers"
     generate(from_args(GenerateConfig, args, output=args.answers))
     _run_train(args)

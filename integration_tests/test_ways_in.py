@@ -101,6 +101,15 @@ def replies(folder: Path) -> dict[str, Any]:
         **readme_ways(target, other, folder),
         "none": {"argv": []},
         "yaml word": {"argv": ["--config", str(word)]},
+        "two ranks": {
+            "llm": {
+                "model": target,
+                **LLM_OPTIONS,
+                "speculative_config": "bpd",
+                "tensor_parallel_size": 2,
+            }
+        },
+        "two stages": {"argv": ["--speculative-config=bpd", "--pipeline-parallel-size=2"]},
         "fewer": {"argv": ["--spec-method", "bpd", "--spec-tokens", "1"]},
         "too many": {"argv": ["--speculative-config", json.dumps(too_many)]},
         "too many offline": {
@@ -137,11 +146,20 @@ def test_every_way_of_the_readme(replies: dict[str, Any]) -> None:
         check_served(replies[name], replies["none"], expected)
 
 
-@pytest.mark.parametrize(("way", "drafts"), [("yaml word", NUM_HEADS), ("fewer", 1)])
+@pytest.mark.parametrize(
+    ("way", "drafts"), [("yaml word", NUM_HEADS), ("fewer", 1), ("two ranks", NUM_HEADS)]
+)
 def test_further_ways(replies: dict[str, Any], way: str, drafts: int) -> None:
-    """The bare word in a YAML file; heads found inside the target, fewer of them used."""
+    """The bare word in a YAML file; fewer drafts than heads; tensor parallelism."""
     check_served(replies[way], replies["none"], drafts)
     assert replies["none"]["method"] is None
+
+
+def test_pipeline_stages_are_refused_on_v1(replies: dict[str, Any]) -> None:
+    assert replies["two stages"]["exit"]
+    assert replies["two stages"]["error"].startswith(
+        "vllm: error: pipeline_parallel_size: found 2; bpd on model runner V1 serves one stage"
+    )
 
 
 @pytest.mark.parametrize("way", ["too many", "too many offline"])

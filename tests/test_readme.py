@@ -38,8 +38,14 @@ def test_make_targets_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands("bpd-train"))
-def test_training_commands_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_commands_parse(
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """They get as far as a target that is not there."""
+    monkeypatch.chdir(tmp_path)
     words = [w.replace("MODEL", "no-such-folder/x/y") for w in shlex.split(command)[1:]]
     status = bpd_train(words)
     error = capsys.readouterr().err

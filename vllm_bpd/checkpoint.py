@@ -65,9 +65,10 @@ def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
 
 
 def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
-    """Compare the weight file's header with the config, reading no weights.
+    """Compare the weight file's header, and the ids of a draft vocabulary, with the config.
 
-    Raises HeadsError for a missing, unused or misshapen tensor, a wrong dtype, a damaged file.
+    Reads no weights. Raises HeadsError for a missing, unused or misshapen tensor, a wrong dtype,
+    impossible ids, a damaged file.
     """
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
@@ -93,6 +94,8 @@ def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
                         f"{path}: {name}: found dtype {found.get_dtype()}; "
                         f"expected {' or '.join(sorted(dtypes))}"
                     )
+            if DRAFT_TOKEN_IDS in expected:
+                check_draft_token_ids(file.get_tensor(DRAFT_TOKEN_IDS), config, f"{path}: ")
     except (SafetensorError, OSError) as error:
         raise HeadsError(f"{path}: not a readable safetensors file ({error})") from None
 
@@ -101,23 +104,23 @@ def load_tensors(folder: str | os.PathLike[str], config: HeadsConfig) -> dict[st
     """All tensors of the heads in `folder`, checked as `check_weights` does, on the CPU."""
     check_weights(folder, config)
     with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in expected_tensors(config)}
-    if DRAFT_TOKEN_IDS in tensors:
-        check_draft_token_ids(tensors[DRAFT_TOKEN_IDS], config)
-    return tensors
+        return {name: file.get_tensor(name) for name in expected_tensors(config)}
 
 
-def check_draft_token_ids(ids_V: Tensor, config: HeadsConfig) -> None:
-    """Ids must ascend strictly (lowest id wins ties then, too) and lie in the vocabulary."""
+def check_draft_token_ids(ids_V: Tensor, config: HeadsConfig, where: str = "") -> None:
+    """Ids must ascend strictly (lowest id wins ties then, too) and lie in the vocabulary.
+
+    Raises HeadsError, beginning with `where`, if they do not.
+    """
     if ids_V.ndim != 1 or len(ids_V) != config.draft_vocab_size:
         raise HeadsError(
-            f"{DRAFT_TOKEN_IDS}: found shape {tuple(ids_V.shape)}; draft_vocab_size is "
+            f"{where}{DRAFT_TOKEN_IDS}: found shape {tuple(ids_V.shape)}; draft_vocab_size is "
             f"{config.draft_vocab_size}"
         )
     ascending = bool((ids_V[1:] > ids_V[:-1]).all())
     if not ascending or int(ids_V[0]) < 0 or int(ids_V[-1]) >= config.target.vocab_size:
         raise HeadsError(
-            f"{DRAFT_TOKEN_IDS}: found ids {int(ids_V.min())}..{int(ids_V.max())}, "
+            f"{where}{DRAFT_TOKEN_IDS}: found ids {int(ids_V.min())}..{int(ids_V.max())}, "
             f"{'' if ascending else 'not '}ascending; expected strictly ascending ids in "
             f"0..{config.target.vocab_size - 1}"
         )

@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("target", nargs="?", help="model folder or hub id to find heads for")
     doctor.add_argument("--heads", help="folder or hub id of heads, instead of looking for them")
     arguments = parser.parse_args(argv)
+    if arguments.heads is not None and arguments.target is None:
+        parser.error("--heads: found without a target; give the target they are for, too")
     from vllm_bpd.doctor import examine
 
     return examine(arguments.target, arguments.heads)

@@ -88,6 +88,8 @@ def shipped_names() -> list[str]:
 
 
 def _named(heads: str, revision: str | None, token: str | bool | None) -> FoundHeads:
+    if not heads.strip():
+        raise HeadsError("model: found an empty name; expected a folder of heads or a hub id")
     path = Path(heads)
     if path.exists() or path.suffix in PICKLE_SUFFIXES:
         return FoundHeads(path, read_config(path), f"folder {path}")

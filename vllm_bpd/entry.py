@@ -50,10 +50,33 @@ def create_engine_config(
         engine_args.speculative_config = {"method": METHOD}
     try:
         return original(engine_args, *args, **kwargs)
-    except HeadsError as error:
+    except Exception as error:
+        mistake = _mistake(error)
+        if mistake is None:
+            raise
         if runs_vllm_command():
-            raise SystemExit(f"vllm: error: {error}") from None
-        raise
+            raise SystemExit(f"vllm: error: {mistake}") from None
+        raise mistake from None
+
+
+def _mistake(error: Exception) -> HeadsError | None:
+    """A user's mistake in the options of `bpd`, as one line; None for any other error.
+
+    pydantic checks names and types before our own checks can, and says it in several lines.
+    """
+    from pydantic import ValidationError
+
+    if isinstance(error, HeadsError):
+        return error
+    if not isinstance(error, ValidationError) or error.title != "BpdSpeculativeConfig":
+        return None
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:  # a ValueError from within vLLM's own checks, not a field's
+        return None
+    name = ".".join(str(part) for part in first["loc"])
+    return HeadsError(
+        f"{name}: found {first['input']!r}; {first['msg']}; correct it or leave it out"
+    )
 
 
 def runs_vllm_command() -> bool:
@@ -99,7 +122,10 @@ def async_methods(original: Any) -> Any:
 
 
 def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None:
-    """V2 keeps async scheduling; V1 drafts after its bookkeeping, so it cannot have it."""
+    """V2 keeps async scheduling; V1 drafts after its bookkeeping, so it cannot have it.
+
+    Nor can V1 have pipeline stages: its first one fails on the drafter that only the last one has.
+    """
     if getattr(vllm_config.speculative_config, "method", None) == METHOD:
         scheduler = vllm_config.scheduler_config
         if not vllm_config.use_v2_model_runner:
@@ -107,6 +133,13 @@ def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None
                 raise HeadsError(
                     "async_scheduling: found True; bpd on model runner V1 drafts after the "
                     "sampled tokens are known; leave it out, or use model runner V2 "
+                    "(VLLM_USE_V2_MODEL_RUNNER=1)"
+                )
+            stages = vllm_config.parallel_config.pipeline_parallel_size
+            if stages > 1:
+                raise HeadsError(
+                    f"pipeline_parallel_size: found {stages}; bpd on model runner V1 serves one "
+                    "stage; use tensor parallelism, or model runner V2 "
                     "(VLLM_USE_V2_MODEL_RUNNER=1)"
                 )
             scheduler.async_scheduling = False

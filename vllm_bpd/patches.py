@@ -125,6 +125,13 @@ RUNNERS = (
         "picks the graph for a batch, or eager",
     ),
     Patch(
+        "vllm.v1.spec_decode.dynamic.utils",
+        "validate_and_normalize_dynamic_sd_schedule",
+        "(num_speculative_tokens_per_batch_size)",
+        None,
+        "refuses a wrong dynamic schedule before weights are loaded",
+    ),
+    Patch(
         "vllm.model_executor.layers.logits_processor",
         "LogitsProcessor.get_top_tokens",
         "(self, lm_head, hidden_states, embedding_bias=None)",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_bpd.discovery import FoundHeads, find_heads
 from vllm_bpd.errors import HeadsError
@@ -92,6 +93,24 @@ class BpdSpeculativeConfig(SpeculativeConfig):
                     f"{name}: found {value!r}; it has no meaning for method bpd; leave it out"
                 )
 
+    def _check_schedule(self) -> None:
+        """The engine checks a dynamic schedule only after the weights are loaded."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        try:
+            parsed = validate_and_normalize_dynamic_sd_schedule(schedule)
+        except (TypeError, ValueError) as error:
+            raise HeadsError(
+                f"num_speculative_tokens_per_batch_size: found {schedule!r}; {error}"
+            ) from None
+        most = max(drafts for _, _, drafts in parsed)
+        if most > self.num_speculative_tokens:
+            raise HeadsError(
+                f"num_speculative_tokens_per_batch_size: found {most} drafts; "
+                f"num_speculative_tokens is {self.num_speculative_tokens}; give at most that many"
+            )
+
     def _take_heads(self, found: FoundHeads) -> None:
         heads = found.config
         if self.num_speculative_tokens is None:
@@ -102,6 +121,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
                 f"{found.folder} has {heads.num_draft_heads} heads; give at most that many, or "
                 "train more"
             )
+        self._check_schedule()
         target = self.target_model_config
         self.model = str(found.folder)
         self.draft_model_config = ModelConfig(
@@ -114,6 +134,8 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             seed=target.seed,
             enforce_eager=target.enforce_eager,
             spec_target_max_model_len=target.max_model_len,
+            # vLLM wants attention heads that divide evenly among the ranks; ours has none.
+            hf_overrides={"num_attention_heads": self.target_parallel_config.tensor_parallel_size},
         )
         # V1 drafts nothing for a whole batch if one request is within a block of the drafter's
         # limit. Heads have no positions, hence no limit; the scheduler cuts at the target's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from hashlib import sha256
@@ -153,6 +154,7 @@ def _attempts(target: str, heads: str) -> dict[str, str]:
     if "--speculative-config" in parser._option_string_actions:
         parsed = parser.parse_args(["--model", target, "--speculative-config", "bpd"])
         assert parsed.speculative_config == {"method": "bpd"}
+        sys.argv[0] = "/venv/bin/vllm"
         said["command line"] = _refusal(arguments(parsed.speculative_config).create_engine_config)
     return said
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="these are vLLM's ways in")
 
+from pydantic import ValidationError
 from transformers import AutoConfig
 from vllm import AsyncEngineArgs, EngineArgs, ModelRegistry
 from vllm.config import SpeculativeConfig
@@ -159,6 +160,33 @@ def test_a_mistake_in_python_is_an_exception(nowhere: Any) -> None:
     one_line(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", "x"),
+        ("modle", "/heads"),
+        ("model", 3),
+        ("num_speculative_tokens_per_batch_size", "x"),
+    ],
+)
+def test_what_pydantic_refuses_is_one_line_too(target: Path, name: str, value: Any) -> None:
+    arguments = EngineArgs(
+        model=str(target), speculative_config={"method": "bpd", name: value}, **COMMON
+    )
+    with pytest.raises(HeadsError) as caught:
+        arguments.create_engine_config()
+    assert one_line(caught.value).startswith(f"{name}: found {value!r}; ")
+
+
+def test_mistakes_of_other_methods_stay_vllms_own(target: Path) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": -1}
+    arguments = EngineArgs(model=str(target), speculative_config=speculative, **COMMON)
+    with pytest.raises(ValidationError):
+        arguments.create_engine_config()
+
+
 @pytest.mark.parametrize("program", ["/venv/bin/vllm", "/x/vllm/entrypoints/cli/main.py"])
 def test_a_mistake_on_the_command_line_is_one_line(
     nowhere: Any, monkeypatch: pytest.MonkeyPatch, program: str
@@ -209,6 +237,7 @@ def vllm_config(method: str | None, v2: bool, asked: bool | None) -> Any:
     return SimpleNamespace(
         speculative_config=None if method is None else SimpleNamespace(method=method),
         scheduler_config=SimpleNamespace(async_scheduling=asked),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         use_v2_model_runner=v2,
     )
 

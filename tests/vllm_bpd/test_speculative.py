@@ -188,6 +188,34 @@ def test_a_dynamic_schedule_is_taken_by_the_engine(engine: Make) -> None:
     assert made.speculative_config.uses_dynamic_speculative_decoding()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        ([[2, 4, 1]], "The first batch-size range must start at 1"),
+        ([[1, 4]], "3-item sequence"),
+        ([[1, 4, 4]], "found 4 drafts; num_speculative_tokens is 3; give at most that many"),
+    ],
+)
+def test_a_wrong_dynamic_schedule_is_refused_early(
+    make: Make, schedule: list[Any], reason: str
+) -> None:
+    fields = {"num_speculative_tokens_per_batch_size": schedule}
+    try:
+        message = refusal(lambda: make(**fields))
+    except ValueError as error:  # pydantic's own check of the shape
+        message = str(error)
+        assert len(schedule[0]) != 3
+        return
+    assert message.startswith("num_speculative_tokens_per_batch_size: found ")
+    assert reason in message
+
+
+def test_heads_go_with_a_target_on_several_ranks(engine: Make) -> None:
+    """vLLM wants attention heads that divide evenly among ranks; ours have none."""
+    made = engine(tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert made.speculative_config.draft_parallel_config.tensor_parallel_size == 2
+
+
 def test_another_tensor_parallel_size_than_the_targets_is_refused(make: Make) -> None:
     message = refusal(lambda: make(draft_tensor_parallel_size=2))
     assert message.startswith("draft_tensor_parallel_size: found 2; heads share")

@@ -80,8 +80,8 @@ def show(result: Comparison, tokenizer: Any, console: Console) -> None:
     for index, margin in result.margins.items():
         at = first_difference(result.plain[index].token_ids, result.bpd[index].token_ids)
         console.print(
-            f"answer {index + 1} differs from token {at + 1} on, where the target's two best "
-            f"tokens are {margin:.3f} nats apart: {_verdict(margin, result.dtype)}"
+            f"answer {index + 1}: another token from number {at + 1} on; top-2 margin there "
+            f"{margin:.3f} nats: {_verdict(margin, result.dtype)}"
         )
     best = max(range(len(result.bpd)), key=lambda i: _mean(result.bpd[i].blocks))
     console.print(f"\n[bold]{result.prompts[best]}[/bold]")
@@ -136,7 +136,7 @@ def _verdict(margin: float, dtype: str) -> str:
     by about one such step when a block is scored in one product instead of token by token.
     """
     explained = {"bfloat16": 0.25, "float16": 2**-5}.get(dtype, 1e-4)
-    return f"a tie within {dtype} rounding" if margin <= explained else "NOT explained by rounding"
+    return f"a {dtype} tie" if margin <= explained else "NOT explained by rounding"
 
 
 def _colour(block: int) -> str:
