@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -89,7 +90,7 @@ def check_settings(config: GenerateConfig) -> None:
         name = differing[0]
         raise HeadsError(
             f"{path}: {name}: found {found.get(name)!r}, this run has {settings[name]!r}; give the "
-            "same options to go on, or another --output"
+            "same options to go on, or another folder for the answers"
         )
 
 
@@ -219,6 +220,8 @@ def _write_chunks(
 
 def _engine(config: GenerateConfig) -> Any:
     """vLLM's offline engine for the target, without speculation."""
+    # On a CPU vLLM would else take 92% of the memory for its KV cache. GiB; GPUs ignore it.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM
 
     return LLM(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_bpd.demo.prompts import PROMPTS
+from vllm_bpd.demo_target import DemoTargetError
 from vllm_bpd.errors import HeadsError
 
 if TYPE_CHECKING:  # they import vLLM, which reads VLLM_LOGGING_LEVEL when imported
@@ -34,7 +35,7 @@ def main() -> None:
     logging.getLogger("vllm").setLevel(logging.WARNING)
     try:
         run(arguments)
-    except HeadsError as error:
+    except (HeadsError, DemoTargetError) as error:
         sys.exit(f"demo: error: {error}")
 
 
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     from vllm_bpd.demo.report import save, show
     from vllm_bpd.demo_target import export_demo_target
 
-    console = Console(record=True, width=100)
+    console = Console(record=True, width=100, highlight=False)
     target = arguments.target or str(export_demo_target())
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
     console.print(f"target {Path(target).name}: starting two engines (a minute or two each) ...")
@@ -75,6 +76,8 @@ def compare(plain: Contender, bpd: Contender, dtype: str, console: Console) -> C
             for contender in (plain, bpd) if index % 2 else (bpd, plain):
                 answers[contender.name].append(contender.answer(prompt))
             progress.advance(task)
+            if not console.is_terminal:  # a bar shows nothing in a log
+                print(f"prompt {index + 1} of {len(PROMPTS)} answered", flush=True)
     after = bpd.counters()
     margins = {}
     pairs = zip(answers[plain.name], answers[bpd.name], strict=True)

@@ -17,7 +17,7 @@ from rich.text import Text
 from vllm_bpd.demo.contender import Answer
 
 # A block of n tokens costs one target call; its colour says how many it saved.
-_COLOURS = ("white", "green", "cyan", "yellow", "magenta", "red", "blue", "bright_red")
+_COLOURS = ("default", "green", "cyan", "yellow", "magenta", "red", "blue", "bright_red")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def show(result: Comparison, tokenizer: Any, console: Console) -> None:
             f"{margin:.3f} nats: {_verdict(margin, result.dtype)}"
         )
     best = max(range(len(result.bpd)), key=lambda i: _mean(result.bpd[i].blocks))
-    console.print(f"\n[bold]{result.prompts[best]}[/bold]")
+    mean = _mean(result.bpd[best].blocks)
+    console.print(f"\nThe answer with the longest blocks ({mean:.2f} tokens each on average):")
+    console.print(f"[bold]{result.prompts[best]}[/bold]")
     console.print(marked(result.bpd[best], tokenizer))
     legend = Text("tokens from one target call: ")
     for size in range(1, len(result.acceptance_by_position) + 2):
@@ -136,7 +138,7 @@ def _verdict(margin: float, dtype: str) -> str:
     by about one such step when a block is scored in one product instead of token by token.
     """
     explained = {"bfloat16": 0.25, "float16": 2**-5}.get(dtype, 1e-4)
-    return f"a {dtype} tie" if margin <= explained else "NOT explained by rounding"
+    return f"within {dtype} rounding" if margin <= explained else "NOT explained by rounding"
 
 
 def _colour(block: int) -> str:
