@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from heads_training.degenerate import is_loop
 from heads_training.hidden_states import Shard, read_shard
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import drafted_position, sampled_position
 
 IGNORED = -100  # label of what no head can draft: past the answer's end, outside the vocabulary
-_LOOP_TOKENS = 48  # an answer's last tokens that are looked at to call it a loop
-_LOOP_PERIODS = 16  # longest period, tokens, of a loop
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,6 @@ def label_text(prompt_ids: Tensor, answer_ids: Tensor, num_heads: int) -> tuple[
     sampled_T = ids[start : start + rows]
     starts = [drafted_position(first, head) for head in range(num_heads)]
     return sampled_T, torch.stack([ids[s : s + rows] for s in starts], dim=1)
-
-
-def is_loop(answer_ids: list[int]) -> bool:
-    """Whether an answer ends in a run of one short period, as greedy decoding likes to."""
-    tail = answer_ids[-_LOOP_TOKENS:]
-    return len(tail) == _LOOP_TOKENS and any(
-        tail[period:] == tail[:-period] for period in range(1, _LOOP_PERIODS + 1)
-    )
 
 
 def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:

@@ -59,11 +59,6 @@ class GenerateConfig:
             )
 
 
-def chunk_paths(folder: Path) -> list[Path]:
-    """The finished answer files of `folder`, in order."""
-    return sorted(folder.glob("answers-*.jsonl"))
-
-
 def check_settings(config: GenerateConfig) -> None:
     """Write the options beside the answers, or compare with those of the answers there.
 

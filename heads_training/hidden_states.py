@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads_training.generate import chunk_paths
+from heads_training.records import Record, answer_files, read_records
 from heads_training.target import last_hidden_state, load_model, resolve_target
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import read_fingerprint
@@ -36,16 +36,6 @@ logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 4096  # padded tokens a forward pass; more does not make two cores faster
 _TENSORS = ("hidden", "token_ids", "prompt_lengths", "answer_lengths")
-
-
-@dataclass(frozen=True)
-class Record:
-    """One answer, as `heads_training.generate` wrote it."""
-
-    prompt_token_ids: list[int]  # at least one
-    answer_token_ids: list[int]  # at least one, the end-of-text token included if there was one
-    finish_reason: str  # the engine's: stop or length
-    source: str  # where the prompt came from
 
 
 @dataclass(frozen=True)
@@ -58,64 +48,6 @@ class Shard:
     answer_lengths_R: Tensor  # int32, tokens
     sources: list[str]  # one a record
     finish_reasons: list[str]  # one a record
-
-
-def read_records(path: Path) -> list[Record]:
-    """The answers of `path`; those without a token are left out, and the log says how many.
-
-    Raises HeadsError naming file, line and field.
-    """
-    records, empty = [], 0
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadsError(f"{path}: not readable as an answer file ({error})") from None
-    for number, line in enumerate(lines, start=1):
-        record = _parse_record(line, f"{path}:{number}")
-        if record.answer_token_ids:
-            records.append(record)
-        else:
-            empty += 1
-    if not records:
-        raise HeadsError(f"{path}: no answers found; expected one object a line")
-    if empty:
-        logger.warning("%s: %d answers without a token left out", path, empty)
-    return records
-
-
-def _parse_record(line: str, where: str) -> Record:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
-    if not isinstance(values, dict):
-        raise HeadsError(f"{where}: found {type(values).__name__}; expected a JSON object")
-    for name in ("prompt_token_ids", "answer_token_ids"):
-        ids = values.get(name)
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise HeadsError(f"{where}: {name}: expected a list of token ids; generate it anew")
-    if not values["prompt_token_ids"]:
-        raise HeadsError(f"{where}: prompt_token_ids: found none; expected at least one token")
-    return Record(
-        values["prompt_token_ids"],
-        values["answer_token_ids"],
-        str(values.get("finish_reason", "unknown")),
-        str(values.get("source", "unknown")),
-    )
-
-
-def answer_files(answers: Path) -> list[Path]:
-    """The answer files meant by `answers`: itself, or the finished ones of a folder.
-
-    Raises HeadsError if there are none.
-    """
-    paths = [answers] if answers.is_file() else chunk_paths(answers)
-    if not paths:
-        raise HeadsError(
-            f"answers: {answers}: found no answer file; expected FILE.jsonl or a folder with "
-            "answers-*.jsonl, as `bpd-train generate` writes them"
-        )
-    return paths
 
 
 def write_states(target: str, answers: Path, states: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads_training.hidden_states import Record
+from heads_training.records import Record
 from heads_training.target import load_model
 
 VOCAB_SIZE = 97  # ids of the tiny target

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from heads_training import dataset
-from heads_training.hidden_states import Record, write_states
+from heads_training.hidden_states import write_states
+from heads_training.records import Record
 from vllm_bpd.errors import HeadsError
 
 
@@ -59,20 +60,6 @@ def test_draft_vocabulary() -> None:
         [2, dataset.IGNORED],
     ]
     assert dataset.coverage(sampled, ids) == pytest.approx(6 / 7)
-
-
-@pytest.mark.parametrize(
-    ("ids", "loop"),
-    [
-        ([1, 2, 3] * 20, True),
-        ([9] * 60, True),
-        (list(range(60)), False),
-        ([1, 2, 3] * 10, False),  # too short to say
-        ([1, 2, 3] * 20 + [4], False),
-    ],
-)
-def test_loops(ids: list[int], loop: bool) -> None:
-    assert dataset.is_loop(ids) is loop
 
 
 def test_no_shards() -> None:

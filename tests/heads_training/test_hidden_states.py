@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads_training import hidden_states
-from heads_training.hidden_states import Record
+from heads_training.records import Record
 from heads_training.target import check_last_hidden_state, load_model
 from vllm_bpd.errors import HeadsError
 
@@ -54,35 +54,11 @@ def test_shards_are_kept_and_remade(
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "found list"),
-        ('{"prompt_token_ids": [1]}', "answer_token_ids"),
-        ('{"prompt_token_ids": [], "answer_token_ids": [1]}', "at least one token"),
-        ('{"prompt_token_ids": [1, -2], "answer_token_ids": [1]}', "prompt_token_ids"),
-        ('{"prompt_token_ids": [1], "answer_token_ids": []}', "no answers"),
-    ],
-)
-def test_bad_answer_files(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "answers.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(HeadsError, match=said) as caught:
-        hidden_states.read_records(path)
-    assert str(path) in str(caught.value)
-
-
 def test_answers_of_another_target(tiny_target: Path, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text('{"prompt_token_ids": [1], "answer_token_ids": [5000]}\n')
     with pytest.raises(HeadsError, match="5000"):
         hidden_states.write_states(str(tiny_target), path, tmp_path / "states")
-
-
-def test_no_answers(tmp_path: Path) -> None:
-    with pytest.raises(HeadsError, match="found no answer file"):
-        hidden_states.answer_files(tmp_path)
 
 
 def test_a_norm_outside_the_base_model_is_refused(tiny_target: Path) -> None:
