@@ -1,6 +1,6 @@
-"""`bpd-train`: answers from the target, hidden states, training, evaluation.
+"""`bpd-train`: from a model's name to heads worth serving, all at once or stage by stage.
 
-Options mirror the fields of `GenerateConfig` and `TrainConfig`; their help is the fields' own.
+Options are the fields of `Recipe` and of its sections; their help is the fields' own.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import NoReturn
 
-from heads_training.generate import GenerateConfig, generate
-from heads_training.train import TrainConfig
+from heads_training.options import Option, add_flags
+from heads_training.recipe import SECTIONS, TOP, Recipe, RecipeFile, make_recipe, read_recipe
+from heads_training.recipe import shipped as shipped_recipes
 from vllm_bpd.errors import HeadsError
 
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
-_PATH_OPTIONS = ("--target", "--output", "--answers", "--work", "--prompts", "--heads", "--json")
+
+# Each command: its help, and the recipe's sections that it reads.
+_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all": ("generate, train and evaluate; what `bpd-train` alone does", tuple(SECTIONS)),
+    "generate": ("prompts and greedy answers by the target", ("generate",)),
+    "train": ("hidden states of the answers, heads, a checkpoint", ("train", "evaluate")),
+    "evaluate": ("accuracy and mean accepted block on recorded answers", ("evaluate",)),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,147 +38,79 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_EXIT_BAD_INPUT)
 
 
-def add_fields(parser: argparse.ArgumentParser, record: type, skip: Sequence[str] = ()) -> None:
-    """One option for each field of the dataclass `record`, named and typed as it is.
-
-    Fields are `Annotated[type, help]`; type is str, int, float, bool, Path, a Literal of strings
-    or a tuple of Paths.
-    """
-    hints = get_type_hints(record, include_extras=True)
-    for field in fields(record):
-        if field.name in skip:
-            continue
-        assert get_origin(hints[field.name]) is Annotated, field.name
-        kind, text = get_args(hints[field.name])
-        options: dict[str, Any] = {"help": text.replace("%", "%%")}
-        if field.default is MISSING:
-            options["required"] = True
-        else:
-            options["default"] = field.default
-            options["help"] += " (default: %(default)s)"
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is Literal:
-            options["choices"] = get_args(kind)
-        elif get_origin(kind) is tuple:
-            options |= {"type": get_args(kind)[0], "nargs": "+"}
-        else:
-            options["type"] = kind
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
-
-
-def from_args(record: type, args: argparse.Namespace, **given: Any) -> Any:
-    """The dataclass `record` from parsed options; `given` fields first."""
-    values = {f.name: getattr(args, f.name) for f in fields(record) if hasattr(args, f.name)}
-    values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-    return record(**{**values, **given})
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = _Parser(prog="bpd-train", description="Makes blockwise heads for a target.")
+    """The whole command line. Options that are not given leave no trace in the namespace."""
+    parser = _Parser(
+        prog="bpd-train",
+        description="Makes blockwise heads for a target. Without a command: all stages, each of "
+        "which goes on where it was stopped.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-
-    command = commands.add_parser("generate", help="prompts and greedy answers by the target")
-    add_fields(command, GenerateConfig)
-    command.set_defaults(run=_run_generate)
-
-    command = commands.add_parser("answers", help="greedy answers to given prompts only")
-    add_fields(command, GenerateConfig, skip=("self_written",))
-    command.set_defaults(run=_run_generate, self_written=0)
-
-    command = commands.add_parser("train", help="hidden states of answers, heads, a checkpoint")
-    _add_target(command)
-    _add_path(command, "answers", "answer file, or folder of them", required=True)
-    _add_path(command, "output", "folder of the heads' checkpoint", required=True)
-    _add_path(command, "work", "folder of hidden states, training state and log", "bpd-work")
-    add_fields(command, TrainConfig)
-    command.set_defaults(run=_run_train)
-
-    command = commands.add_parser("evaluate", help="mean accepted block on recorded answers")
-    _add_path(command, "heads", "folder of the heads' checkpoint", required=True)
-    _add_target(command)
-    _add_path(command, "answers", "answer file, or folder of them", required=True)
-    _add_path(command, "work", "folder of hidden states", "bpd-work")
-    _add_path(command, "json", "file that receives the report")
-    command.set_defaults(run=_run_evaluate)
-
-    command = commands.add_parser("all", help="generate, train and evaluate on held-out answers")
-    _add_path(command, "work", "folder of answers, hidden states and training", "bpd-work")
-    _add_path(command, "output", "folder of the heads' checkpoint", required=True)
-    add_fields(command, GenerateConfig, skip=("output", "worker", "workers", "seed"))
-    add_fields(command, TrainConfig)
-    command.set_defaults(run=_run_all)
+    for name, (text, sections) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument(
+            "--config",
+            metavar="RECIPE",
+            help=f"recipe file, or the name of one that ships: {', '.join(shipped_recipes())}; "
+            "options given beside it win",
+        )
+        # What other commands write, `evaluate` reads.
+        read = name == "evaluate"
+        if read:
+            command.add_argument(
+                "--heads",
+                dest="output",
+                type=Path,
+                metavar="PATH",
+                default=argparse.SUPPRESS,
+                help=next(option.help for option in TOP if option.name == "output"),
+            )
+        add_flags(command, [o for o in TOP if not read or o.name != "output"], "places")
+        seen: set[str] = set()
+        for section in sections:
+            options = [option for option in SECTIONS[section] if option.name not in seen]
+            seen |= {option.name for option in options}
+            add_flags(command, options, f"section {section}")
     return parser
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="model folder or hub id")
+def recipe_from(args: argparse.Namespace) -> Recipe:
+    """The recipe that parsed options ask for. Raises HeadsError for bad input."""
+    file = RecipeFile() if args.config is None else read_recipe(args.config)
+    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config")}
+    return make_recipe(file, flags, _COMMANDS[args.command][1])
 
 
-def _add_path(
-    parser: argparse.ArgumentParser,
-    name: str,
-    text: str,
-    default: str | None = None,
-    required: bool = False,
-) -> None:
-    parser.add_argument(
-        f"--{name}",
-        type=Path,
-        required=required,
-        default=None if default is None else Path(default),
-        help=text + ("" if default is None else " (default: %(default)s)"),
-    )
-
-
-def _run_generate(args: argparse.Namespace) -> None:
-    config = from_args(GenerateConfig, args)
-    print(f"{config.output}: {generate(config)} answer tokens written")
-
-
-def _run_train(args: argparse.Namespace) -> None:
-    from heads_training.pipeline import train_checkpoint
-
-    config = from_args(TrainConfig, args)
-    report = train_checkpoint(
-        config, args.target, args.answers, args.work, args.output, args.command_line
-    )
-    _print_report(report)
-    print(f"{args.output}: heads written")
-
-
-def _run_evaluate(args: argparse.Namespace) -> None:
-    from heads_training.evaluate import evaluate, write_json
-
-    report = evaluate(args.heads, args.target, args.answers, args.work / "evaluated")
-    _print_report(report)
-    if args.json is not None:
-        write_json(args.json, report)
-
-
-def _run_all(args: argparse.Namespace) -> None:
+def run(command: str, recipe: Recipe, command_line: str) -> None:
+    """Run one command. Raises HeadsError, before any work, for a target that is not there."""
+    from heads_training import pipeline
     from heads_training.target import resolve_target
-
-    resolve_target(args.target)
-    args.answers = args.work / "answers"
-    generate(from_args(GenerateConfig, args, output=args.answers))
-    _run_train(args)
-
-
-def _print_report(report: dict[str, Any]) -> None:
     from heads_training.walk import format_table
 
-    print(format_table(report))
+    resolve_target(recipe.target)
+    if command in ("all", "generate"):
+        tokens = pipeline.generate_answers(recipe)
+        print(f"{recipe.answers_path}: {tokens} answer tokens written")
+    if command in ("all", "train"):
+        print(format_table(pipeline.train_checkpoint(recipe, command_line)))
+        print(f"{recipe.output}: heads written; {recipe.plot_path}: their evaluation")
+    if command == "evaluate":
+        print(format_table(pipeline.evaluate_checkpoint(recipe)))
+        print(f"{recipe.report_path}, {recipe.plot_path}: written")
 
 
 def _command_line(arguments: Sequence[str]) -> str:
     """The command line, for provenance, with paths cut to their last part."""
+    options: list[Option] = [*TOP, *(option for section in SECTIONS.values() for option in section)]
+    paths = {"--config", "--target", "--heads"}
+    for option in options:
+        if option.kind is Path or (option.many and Path in option.kind.__args__):
+            paths.add(option.flag)
     words, after_path = ["bpd-train"], False
     for word in arguments:
         name, equals, value = word.partition("=")
         if word.startswith("--"):
-            after_path = name in _PATH_OPTIONS
+            after_path = name in paths
             if after_path and equals:
                 word = f"{name}={Path(value).name}"
         elif after_path:
@@ -183,11 +122,12 @@ def _command_line(arguments: Sequence[str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 2 for bad input, 130 when interrupted."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    words = sys.argv[1:] if arguments is None else arguments
-    args = build_parser().parse_args(words)
-    args.command_line = _command_line(words)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Options without a command are the whole way; a wrong word is still named as one.
+    alone = not given or (given[0].startswith("-") and given[0] not in ("-h", "--help"))
+    args = build_parser().parse_args(["all", *given] if alone else given)
     try:
-        args.run(args)
+        run(args.command, recipe_from(args), _command_line(given))
     except (HeadsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT

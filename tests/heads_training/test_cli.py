@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import heads_training
-from heads_training.cli import build_parser, from_args, main
+from heads_training.cli import build_parser, main, recipe_from
 from heads_training.generate import GenerateConfig, generate
 from heads_training.train import TrainConfig
 from vllm_bpd.checkpoint import read_config
@@ -30,33 +30,40 @@ def test_train_and_evaluate(
     config = read_config(heads)
     assert (config.num_draft_heads, config.draft_vocab_size) == (2, 90)
     made = json.loads((heads / "provenance.json").read_text())
-    assert made["config"]["steps"] == 6
+    assert made["recipe"]["train"]["steps"] == 6
+    assert made["recipe"]["target"] == tiny_target.name
     assert made["data"]["records"] == 12
     assert f"--answers {tiny_answers.name} --work work --output heads" in made["command"]
     assert str(tmp_path.parent) not in (heads / "provenance.json").read_text()  # no paths
     assert len((work / "train-log.jsonl").read_text().splitlines()) == 2
-    assert main(["evaluate", "--heads", str(heads), *given, "--json", str(report)]) == 0
+    trained = json.loads((work / "evaluation.json").read_text())
+    assert (work / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    # Without being told the share held out, the same answers.
+    held_out = ["evaluate", "--heads", str(heads), *given, "--json", str(report)]
+    assert main(held_out) == 0
+    assert json.loads(report.read_text()) == trained
+    assert main([*held_out, "--on", str(tiny_answers), "--plot", str(tmp_path / "p.svg")]) == 0
     values = json.loads(report.read_text())
+    assert trained["answers"] < values["answers"] == 12
     assert set(values["by_k"]) == {"2", "3"}
     assert set(values["by_group"]) == {"even", "odd"}
     assert values["by_source"]["odd:a"]["answers"] == 6
     assert "k = 3" in capsys.readouterr().out
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize("command", [[], ["all"], ["generate"], ["train"], ["evaluate"]])
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train"], "required: --target"),
-        (["train", "--target", "t", "--answers", "none", "--output", "o"], "target"),
-        (["train", "--target", "t", "--answers", "a", "--output", "o", "--steps", "0"], "steps"),
-        (["evaluate", "--heads", "none", "--target", "t", "--answers", "a"], "none/config.json"),
-        (["answers", "--target", "t", "--output", "o"], "self_written"),
-        (["answers", "--target", "t", "--output", "o", "--prompts", "none.jsonl"], "none.jsonl"),
-        (["generate", "--target", "t", "--output", "o", "--worker", "3"], "worker: found 3"),
-        (["fly"], "invalid choice"),
+        ([], "target: found none; expected a model folder or hub id: --target MODEL"),
+        (["--target", "t"], "target: found 't'; expected a model folder"),
+        (["--target", "no/such/folder"], "target: found 'no/such/folder'; expected a model folder"),
+        (["--target", "{tmp}"], "target: {tmp}: found a folder without config.json"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_a_missing_target_is_named_by_every_command(
+    command: list[str],
     arguments: list[str],
     said: str,
     tmp_path: Path,
@@ -65,8 +72,40 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
+    assert main([*command, *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: " + said.replace("{tmp}", str(tmp_path)))
+    assert not list(tmp_path.iterdir())  # nothing begun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--target", "{target}", "--answers", "none"], "answers: none: found no answer"),
+        (["--target", "t", "--steps", "0"], "steps: found 0"),
+        (["--target", "t", "--steps", "many"], "--steps: invalid int value"),
+        (["evaluate", "--heads", "none", "--target", "{target}"], "none/config.json"),
+        (["train", "--target", "{target}", "--plot", "p.gif"], "plot: found p.gif"),
+        (["generate", "--target", "t", "--self-written", "0"], "self_written"),
+        (["generate", "--target", "{target}", "--prompts", "none.jsonl"], "none.jsonl"),
+        (["generate", "--target", "t", "--worker", "3"], "worker: found 3"),
+        (["--config", "none.yaml"], "config: found 'none.yaml'; expected a recipe file, or one of"),
+        (["fly"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    said: str,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
-        status = main(arguments)
+        status = main([word.replace("{target}", str(tiny_target)) for word in arguments])
     except SystemExit as stop:  # argparse's own
         status = int(stop.code or 0)
     err = capsys.readouterr().err.strip().splitlines()
@@ -76,14 +115,16 @@ def test_bad_input_is_one_line(
     assert len(err) == 1
 
 
-def test_options_mirror_the_records() -> None:
-    args = build_parser().parse_args(
-        ["all", "--target", "t", "--output", "o", "--prompts", "a", "b", "--no-autocast"]
-    )
-    config = from_args(GenerateConfig, args, output=Path("x"))
-    assert config == GenerateConfig("t", Path("x"), (Path("a"), Path("b")))
-    assert from_args(TrainConfig, args) == TrainConfig(autocast=False)
-    assert {f.name for f in fields(TrainConfig)} <= set(vars(args))
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("target: t\nwork: w\ntrain:\n  steps: 7\n  seed: 5\n  learning_rate: 1e-3\n")
+    words = ["all", "--config", str(path), "--prompts", "a", "b", "--no-autocast", "--seed", "3"]
+    recipe = recipe_from(build_parser().parse_args(words))
+    answers = Path("w/answers")
+    assert recipe.generate == GenerateConfig("t", answers, (Path("a"), Path("b")), seed=3)
+    assert recipe.train == TrainConfig(steps=7, seed=3, learning_rate=1e-3, autocast=False)
+    recipe = recipe_from(build_parser().parse_args(["generate", *words[1:6], "--seed", "3"]))
+    assert (recipe.generate.seed, recipe.train.seed) == (3, 5)  # a stage's flags are its own
 
 
 def test_finished_answers_need_no_engine(tmp_path: Path) -> None:
