@@ -102,7 +102,7 @@ def run(command: str, recipe: Recipe, command_line: str) -> None:
 def _command_line(arguments: Sequence[str]) -> str:
     """The command line, for provenance, with paths cut to their last part."""
     options: list[Option] = [*TOP, *(option for section in SECTIONS.values() for option in section)]
-    paths = {"--config", "--target", "--heads"}
+    paths = {"--config", "--target", "--heads", "--teacher", "--dataset"}
     for option in options:
         if option.kind is Path or (option.many and Path in option.kind.__args__):
             paths.add(option.flag)

@@ -1,80 +1,71 @@
-"""Prompts: read from JSONL, or written by the target itself.
+"""Conversations and prompts from JSONL files and from data sets of the `datasets` library.
 
-Self-written prompts need no data set: the chat template's user prefix is completed by the
-target, sampled. An *opener* (the first words of a task) steers each completion, because
-unsteered ones are short questions of one kind and heads trained on them do badly elsewhere
-(docs/lab-notes.md).
+Both may hold, in each record, a list `messages` (role, content), a list `conversations`
+(ShareGPT's from, value) or a string `prompt`; of several, the first of these counts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heads_training.chat import Message
 from vllm_bpd.errors import HeadsError
 
-# (opener, weight, longest completion in tokens). The empty opener lets the target choose.
-OPENERS: tuple[tuple[str, int, int], ...] = (
-    ("", 8, 96),
-    ("What ", 3, 48),
-    ("Who ", 3, 32),
-    ("When ", 2, 32),
-    ("Where ", 2, 32),
-    ("How many ", 2, 48),
-    ("How do ", 2, 48),
-    ("Why ", 2, 48),
-    ("Which ", 1, 48),
-    ("Explain ", 3, 64),
-    ("Describe ", 2, 64),
-    ("Discuss ", 1, 64),
-    ("Compare ", 2, 64),
-    ("Write a ", 3, 64),
-    ("Write a short story ", 1, 64),
-    ("Write an email ", 2, 96),
-    ("Write a Python ", 3, 64),
-    ("Write code ", 1, 64),
-    ("Implement ", 1, 64),
-    ("Pretend you are ", 1, 64),
-    ("Imagine you are ", 1, 64),
-    ("Give me ", 2, 64),
-    ("List ", 2, 64),
-    ("Help me ", 1, 64),
-    ("Solve ", 2, 64),
-    ("Calculate ", 1, 64),
-    ("If ", 2, 96),
-    ("Summarize: ", 5, 448),
-    ("Summarize the following article:\n\n", 4, 448),
-    ("Please summarise this text in a few sentences.\n\n", 3, 448),
-    ("Translate to English: ", 4, 64),
-    ("Translate German to English: ", 5, 64),
-    ("Translate French to English: ", 3, 64),
-    ("Translate the following sentence into German: ", 2, 64),
-    ("Rewrite the following paragraph:\n\n", 3, 256),
-    ("Extract the names and dates from this text:\n\n", 3, 256),
-    ("Extract the following information from the text:\n", 2, 256),
-    ("Classify the sentiment of these reviews:\n1. ", 2, 192),
-    ("Answer the question using the context.\n\nContext: ", 5, 384),
-    ("Read the passage and answer the question.\n\nPassage: ", 4, 384),
-)
+_SHAPES = "a string `prompt`, or a list `messages` (role, content) or `conversations` (from, value)"
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+# Builder of the `datasets` library for a local file.
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as it was given, the assistant's turns included."""
+
+    messages: tuple[Message, ...]
+    source: str  # the file's or data set's name; kept beside answers for per-source figures
+    where: str  # file and line, or data set and row, for error messages
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation whose next turn the target is to write."""
+    """A conversation whose next turn is to be answered."""
 
-    messages: tuple[dict[str, str], ...]
-    source: str  # where it came from; kept beside the answer for per-source figures
+    messages: tuple[Message, ...]
+    source: str
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a JSONL file with `prompt`, `messages` or ShareGPT `conversations` a line.
+def to_prompt(conversation: Conversation) -> Prompt:
+    """The conversation up to its last user turn: the answer behind it is the target's to write.
+
+    Raises HeadsError if there is no user turn.
+    """
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise HeadsError(f"{conversation.where}: found no user turn; expected at least one")
+    return Prompt(tuple(messages), conversation.source)
+
+
+def digest(conversations: Iterable[Conversation]) -> str:
+    """sha256 (hex) over what was read, wherever it lay."""
+    found = hashlib.sha256()
+    for conversation in conversations:
+        found.update(json.dumps(conversation.messages, sort_keys=True).encode() + b"\n")
+    return found.hexdigest()
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """The conversations of a JSONL file, one object a line.
 
     Raises HeadsError naming file, line and what was found.
     """
-    prompts = []
+    conversations = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,61 +78,82 @@ def read_prompts(path: Path) -> list[Prompt]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
-        prompts.append(Prompt(tuple(_messages(record, where)), path.stem))
-    if not prompts:
+        conversations.append(_conversation(record, path.stem, where))
+    if not conversations:
         raise HeadsError(f"{path}: no prompts found; expected at least one JSON object a line")
-    return prompts
+    return conversations
 
 
-def _messages(record: Any, where: str) -> list[dict[str, str]]:
-    if isinstance(record, dict):
-        if isinstance(record.get("prompt"), str):
-            return [{"role": "user", "content": record["prompt"]}]
-        if isinstance(record.get("messages"), list):
-            return _up_to_last_user(record["messages"], "role", "content", where)
-        if isinstance(record.get("conversations"), list):
-            return _up_to_last_user(record["conversations"], "from", "value", where)
-    found = sorted(record) if isinstance(record, dict) else type(record).__name__
-    raise HeadsError(
-        f"{where}: found {found}; expected a string `prompt`, or a list `messages` "
-        "(role, content) or `conversations` (from, value)"
-    )
+def read_dataset(
+    name: str, config: str | None = None, split: str = "train", rows: int = 0, seed: int = 0
+) -> list[Conversation]:
+    """The conversations of a data set: a hub id, a folder, or a JSONL, JSON, Parquet or CSV file.
 
-
-def _up_to_last_user(turns: list[Any], role: str, text: str, where: str) -> list[dict[str, str]]:
-    """Turns up to the last user turn: the answer behind it is the target's to write."""
-    names = {"human": "user", "gpt": "assistant"}
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict) or not isinstance(turn.get(text), str) or role not in turn:
-            raise HeadsError(f"{where}: found turn {turn!r}; expected keys `{role}` and `{text}`")
-        messages.append({"role": names.get(turn[role], turn[role]), "content": turn[text]})
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise HeadsError(f"{where}: found no user turn; expected at least one")
-    return messages
-
-
-def pick_openers(count: int, seed: int) -> list[tuple[str, int]]:
-    """`count` (opener, longest completion in tokens), drawn by weight; the same for one seed."""
-    rng = random.Random(seed)
-    weights = [weight for _, weight, _ in OPENERS]
-    return [(text, limit) for text, _, limit in rng.choices(OPENERS, weights, k=count)]
-
-
-def user_prefix(tokenizer: Any) -> str:
-    """The chat template's text up to where a first user turn begins.
-
-    Raises HeadsError if the tokenizer has no chat template.
+    `rows` takes that many at most, drawn by `seed`; 0 takes all, in order. Raises HeadsError for a
+    data set that cannot be loaded, columns of another shape, and a row that is not as its column.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    data = _load(name, config, split)
+    columns = [
+        name for name in ("messages", "conversations", "prompt") if name in data.column_names
+    ]
+    if not columns:
+        found = ", ".join(sorted(data.column_names))
+        raise HeadsError(f"dataset: {name}: found the columns {found}; expected {_SHAPES}")
+    if 0 < rows < len(data):
+        data = data.shuffle(seed=seed).select(range(rows))
+    data = data.select_columns(columns)
+    source = Path(name).stem if Path(name).exists() else name
+    return [
+        _conversation(record, source, f"dataset: {name}: {split} row {number}")
+        for number, record in enumerate(data)
+    ]
+
+
+def _load(name: str, config: str | None, split: str) -> Any:
+    """One split of a data set, as the library's own table."""
+    try:
+        import datasets
+    except ImportError:
         raise HeadsError(
-            "chat_template: found none in the target's tokenizer; expected one, since prompts "
-            "are self-written after its user prefix; give --prompts FILE.jsonl instead"
-        )
-    mark = "\u241fbpd-user-turn\u241f"
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=False
-    )
-    return text[: text.index(mark)]
+            "dataset: needs the `datasets` package; pip install 'vllm-bpd[train]'"
+        ) from None
+    path, files = Path(name), None
+    if path.is_file():
+        builder = _BUILDERS.get(path.suffix)
+        if builder is None:
+            raise HeadsError(
+                f"dataset: {name}: found a {path.suffix or 'nameless'} file; expected one of "
+                + ", ".join(_BUILDERS)
+            )
+        name, files = builder, str(path)
+    try:
+        return datasets.load_dataset(name, config, data_files=files, split=split)
+    except Exception as error:  # the library raises many kinds, some of them its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise HeadsError(
+            f"dataset: {path}: split {split}, config {config}: cannot be loaded ({reason}); "
+            "expected a hub id, a folder or a file, and one of its splits and configs"
+        ) from None
+
+
+def _conversation(record: Any, source: str, where: str) -> Conversation:
+    """One record of any of the three shapes."""
+    if isinstance(record, dict):
+        for column, role, text in (
+            ("messages", "role", "content"),
+            ("conversations", "from", "value"),
+        ):
+            if isinstance(record.get(column), list):
+                turns = [_turn(turn, role, text, where) for turn in record[column]]
+                return Conversation(tuple(turns), source, where)
+        if isinstance(record.get("prompt"), str):
+            return Conversation(({"role": "user", "content": record["prompt"]},), source, where)
+    found = sorted(record) if isinstance(record, dict) else type(record).__name__
+    raise HeadsError(f"{where}: found {found}; expected {_SHAPES}")
+
+
+def _turn(turn: Any, role: str, text: str, where: str) -> Message:
+    named = isinstance(turn, dict) and isinstance(turn.get(role), str)
+    if not named or not isinstance(turn.get(text), str):
+        raise HeadsError(f"{where}: found turn {turn!r}; expected strings `{role}` and `{text}`")
+    return {"role": _ROLES.get(turn[role], turn[role]), "content": turn[text]}

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
+from heads_training.answers_folder import SETTINGS_FILE
 from heads_training.dataset import describe
-from heads_training.generate import SETTINGS_FILE
 from heads_training.recipe import Recipe
 from heads_training.train import Trained, TrainingData
 

@@ -74,6 +74,9 @@ class Recipe:
         values["target"] = Path(self.target).name
         for name in _GIVEN_BY_RECIPE:
             del values["generate"][name]
+        for name in ("teacher", "dataset"):  # a folder, or a hub id
+            value = values["generate"][name]
+            values["generate"][name] = Path(value).name if value else None
         return dict(values)
 
 

@@ -37,9 +37,12 @@ def chunk_paths(folder: Path) -> list[Path]:
 def answer_files(answers: Path) -> list[Path]:
     """The answer files meant by `answers`: itself, or the finished ones of a folder.
 
-    Raises HeadsError if there are none.
+    A folder's empty ones, whose answers were all dropped, are left out. Raises HeadsError if there
+    are none.
     """
-    paths = [answers] if answers.is_file() else chunk_paths(answers)
+    paths = [path for path in chunk_paths(answers) if path.stat().st_size]
+    if answers.is_file():
+        paths = [answers]
     if not paths:
         raise HeadsError(
             f"answers: {answers}: found no answer file; expected FILE.jsonl or a folder with "

@@ -5,6 +5,7 @@ Shape suffixes: B texts, L tokens, V ids of the whole vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import read_fingerprint
 
 _CHECKED_IDS = 16  # tokens of the text that the last hidden state is checked on
+# What a hub model's folder is copied with: config, weights, tokenizer, chat template.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_SAMPLES = 256  # places in a weight file whose bytes are hashed
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -28,47 +33,77 @@ class TargetRows:
     lm_head_VD: Tensor  # vocabulary projection, one row an id, the checkpoint's dtype
 
 
-def resolve_target(target: str) -> Path:
+def resolve_target(target: str, field: str = "target") -> Path:
     """The target's folder: `target` itself, or the local copy of a hub id.
 
-    Raises HeadsError if it is neither, or holds no model.
+    Raises HeadsError, naming `field`, if it is neither, or holds no model.
     """
     if Path(target).is_dir():
         if not (Path(target) / "config.json").is_file():
             raise HeadsError(
-                f"target: {target}: found a folder without config.json; expected a model's folder"
+                f"{field}: {target}: found a folder without config.json; expected a model's folder"
             )
         return Path(target)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(target, allow_patterns=list(_MODEL_FILES)))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HeadsError(
-            f"target: found {target!r}; expected a model folder or the id of a model that can be "
+            f"{field}: found {target!r}; expected a model folder or the id of a model that can be "
             f"downloaded ({reason})"
         ) from None
 
 
-def load_model(target: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The target as a transformers causal LM on the CPU, for inference.
+def load_causal_lm(
+    folder: Path, dtype: str | torch.dtype, device: str | None = None, field: str = "target"
+) -> Any:
+    """The model in `folder` as transformers' causal LM, for inference.
+
+    `device` None is the GPU if there is one, else the CPU. Raises HeadsError, naming `field`, if
+    transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise HeadsError(
+            f"{field}: {folder}: transformers cannot load it ({str(error).splitlines()[0]})"
+        ) from None
+    # A model's own sampling settings would else be mixed into every generation.
+    model.generation_config = GenerationConfig()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_model(target: str, dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> Any:
+    """`load_causal_lm` of the target, its last hidden state checked.
 
     Raises HeadsError if transformers cannot load it, or if its base model's last hidden state is
     not what its LM head reads (heads trained on another would draft noise).
     """
-    from transformers import AutoModelForCausalLM
-
-    folder = resolve_target(target)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise HeadsError(
-            f"target: {folder}: transformers cannot load it ({str(error).splitlines()[0]})"
-        ) from None
-    model.eval().requires_grad_(False)
+    model = load_causal_lm(resolve_target(target), dtype, device)
     check_last_hidden_state(model)
     return model
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 (hex) over the sizes of the weight files in `folder` and samples of their bytes.
+
+    Tells a fine-tuned model from its original even where the fingerprint, which hashes rows of
+    the LM head, does not: fine-tuning often leaves the LM head alone.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "big"))
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def last_hidden_state(model: Any, ids_BL: Tensor) -> Tensor:
@@ -78,7 +113,9 @@ def last_hidden_state(model: Any, ids_BL: Tensor) -> Tensor:
     looks there. So the caller must leave the padded positions unread.
     """
     with torch.inference_mode():
-        hidden_BLD: Tensor = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        hidden_BLD: Tensor = model.base_model(
+            input_ids=ids_BL.to(model.device), use_cache=False
+        ).last_hidden_state
     return hidden_BLD
 
 
@@ -91,7 +128,7 @@ def check_last_hidden_state(model: Any) -> None:
             f"target: LM head: found {found}; expected a plain projection without a bias"
         )
     count = min(_CHECKED_IDS, int(model.config.get_text_config().vocab_size))
-    ids_BL = torch.arange(count).unsqueeze(0)
+    ids_BL = torch.arange(count, device=model.device).unsqueeze(0)
     with torch.inference_mode():
         logits_LV = model(input_ids=ids_BL).logits[0]
         own_LV = lm_head(last_hidden_state(model, ids_BL)[0])
@@ -104,7 +141,7 @@ def check_last_hidden_state(model: Any) -> None:
 
 def read_rows(target: str) -> TargetRows:
     """Embedding and LM head of the target, and its fingerprint. Errors as `load_model`."""
-    model = load_model(target)
+    model = load_model(target, device="cpu")
     return TargetRows(
         fingerprint=read_fingerprint(resolve_target(target)),
         embedding_VD=model.get_input_embeddings().weight.detach().clone(),

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads_training.records import Record
 from heads_training.target import load_model
+from tests.heads_training.tiny_chat import write_chat_target
 
 VOCAB_SIZE = 97  # ids of the tiny target
 
@@ -64,3 +65,9 @@ def tiny_answers(tiny_records: list[Record], tmp_path_factory: pytest.TempPathFa
         lines = "".join(json.dumps(record.__dict__) + "\n" for record in part)
         (folder / f"answers-{number:05d}.jsonl").write_text(lines, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny float32 Llama with a tokenizer and a ChatML template."""
+    return write_chat_target(tmp_path_factory.mktemp("chat-target"))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import heads_training
 from heads_training.cli import build_parser, main, recipe_from
-from heads_training.generate import GenerateConfig, generate
+from heads_training.generate import GenerateConfig
 from heads_training.train import TrainConfig
 from vllm_bpd.checkpoint import read_config
-from vllm_bpd.errors import HeadsError
 
 _OWN_IMPORTS = {"config", "heads", "checkpoint", "fingerprint", "errors"}
 
@@ -127,23 +125,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (recipe.generate.seed, recipe.train.seed) == (3, 5)  # a stage's flags are its own
 
 
-def test_finished_answers_need_no_engine(tmp_path: Path) -> None:
-    (tmp_path / "answers-00000.jsonl").write_text("")
-    assert generate(GenerateConfig("t", tmp_path, self_written=5)) == 0
-
-
-def test_other_options_do_not_mix_with_answers(tmp_path: Path) -> None:
-    (tmp_path / "answers-00000.jsonl").write_text("")
-    config = GenerateConfig("models/t", tmp_path, self_written=5)
-    assert generate(config) == 0
-    assert "models" not in (tmp_path / "generate.json").read_text()  # names, no paths
-    with pytest.raises(HeadsError, match="seed: found 0, this run has 1"):
-        generate(replace(config, seed=1))
-    (tmp_path / "generate.json").write_text("[")
-    with pytest.raises(HeadsError, match="not readable"):
-        generate(config)
-
-
 def test_vllm_is_imported_only_to_generate() -> None:
     for path in Path(heads_training.__path__[0]).glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -160,5 +141,5 @@ def test_vllm_is_imported_only_to_generate() -> None:
                 if top == "vllm_bpd":
                     assert rest in _OWN_IMPORTS, (path, name)
                 if top == "vllm":
-                    assert path.name == "generate.py", path
+                    assert path.name == "engines.py", path
                     assert node not in tree.body, "import vLLM inside functions"

@@ -39,6 +39,12 @@ def test_bad_answer_files(tmp_path: Path, line: str, said: str) -> None:
     assert str(path) in str(caught.value)
 
 
+def test_a_chunk_whose_answers_were_dropped_is_passed_over(tmp_path: Path) -> None:
+    records.write_records(tmp_path / "answers-00000.jsonl", [])
+    records.write_records(tmp_path / "answers-00001.jsonl", [Record([1], [2], "stop", "a")])
+    assert records.answer_files(tmp_path) == [tmp_path / "answers-00001.jsonl"]
+
+
 def test_no_answers(tmp_path: Path) -> None:
     with pytest.raises(HeadsError, match="found no answer file"):
         records.answer_files(tmp_path)
