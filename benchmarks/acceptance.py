@@ -1,4 +1,7 @@
-"""Served acceptance of a set of heads: mean accepted block by category, from engine counters.
+"""Acceptance of a set of heads by category: as served, and as evaluation foretells it.
+
+Served: the mean accepted block by the engine's counters. Walk: the same by `bpd-train evaluate`'s
+exact walk over the answers that the engine gave, and the ratio of the two.
 
 `make bench` runs it on the demo's prompts. Any JSONL with `prompt`, or Spec-Bench's `turns` (the
 first is taken), and optionally `category`, may be given instead.
@@ -9,10 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from heads_training.evaluate import evaluate
+from heads_training.records import Record, write_records
 
 
 def main() -> None:
@@ -24,6 +31,12 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: all heads)")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once")
+    parser.add_argument(
+        "--walk",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="walk over the answers, too; one more pass of the target over them",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the raw results")
     run(parser.parse_args())
 
@@ -49,11 +62,13 @@ def run(arguments: argparse.Namespace) -> None:
     )
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
     rows: dict[str, dict[str, Any]] = {}
+    records: list[Record] = []
     for category, prompts in read_categories(arguments.prompts).items():
         before, started = _counters(llm), time.perf_counter()
         outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
         after = _counters(llm)
         tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+        records += [_record(output, category) for output in outputs]
         rows[category] = {
             "prompts": len(prompts),
             "tokens": tokens,
@@ -61,16 +76,53 @@ def run(arguments: argparse.Namespace) -> None:
             **{name: _minus(after[name], before[name]) for name in after},
         }
     rows["all"] = _total(list(rows.values()))
-    print(f"{'category':<16}{'prompts':>8}{'tokens':>8}{'k-hat':>7}  acceptance by position")
-    for category, row in rows.items():
+    for row in rows.values():
         row["mean_accepted_block"] = 1 + row["num_accepted_tokens"] / row["num_drafts"]
-        shares = " ".join(f"{n / row['num_drafts']:.3f}" for n in row["accepted_per_position"])
-        print(
-            f"{category:<16}{row['prompts']:>8}{row['tokens']:>8}"
-            f"{row['mean_accepted_block']:>7.3f}  {shares}"
-        )
+    if arguments.walk:
+        chosen = llm.llm_engine.vllm_config.speculative_config
+        heads, k = Path(chosen.model), chosen.num_speculative_tokens + 1
+        llm.llm_engine.engine_core.shutdown()  # its memory is needed
+        for category, k_hat in walked(heads, target, records, k).items():
+            rows[category]["walk"] = k_hat
+            rows[category]["walk_over_served"] = k_hat / rows[category]["mean_accepted_block"]
+    print(format_rows(rows))
     if arguments.output:
         write_results(arguments.output, vars(arguments), rows)
+
+
+def walked(heads: Path, target: str, records: list[Record], k: int) -> dict[str, float]:
+    """Mean accepted block with block size `k` by category and of all, by the exact walk."""
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers.jsonl"
+        write_records(answers, records)
+        report = evaluate(heads, target, answers, Path(folder) / "states")
+    found = {name: row["k_hat_by_k"][str(k)] for name, row in report["by_source"].items()}
+    return {**found, "all": report["by_k"][str(k)]["k_hat"]}
+
+
+def _record(output: Any, category: str) -> Record:
+    answer = output.outputs[0]
+    return Record(
+        list(output.prompt_token_ids), list(answer.token_ids), answer.finish_reason, category
+    )
+
+
+def format_rows(rows: dict[str, dict[str, Any]]) -> str:
+    """The table: a line a category."""
+    lines = [
+        f"{'category':<16}{'prompts':>8}{'tokens':>8}{'served':>8}{'walk':>7}{'ratio':>7}"
+        "  acceptance by position"
+    ]
+    for category, row in rows.items():
+        shares = " ".join(f"{n / row['num_drafts']:.3f}" for n in row["accepted_per_position"])
+        walk = (
+            f"{row['walk']:>7.3f}{row['walk_over_served']:>7.3f}" if "walk" in row else f"{'':>14}"
+        )
+        lines.append(
+            f"{category:<16}{row['prompts']:>8}{row['tokens']:>8}"
+            f"{row['mean_accepted_block']:>8.3f}{walk}  {shares}"
+        )
+    return "\n".join(lines)
 
 
 def read_categories(path: Path | None) -> dict[str, list[str]]:

@@ -32,9 +32,7 @@ def write_plot(path: Path, report: dict[str, Any]) -> None:
     size = f"{report['answers']} answers, {report['answer_tokens']} tokens"
     figure.suptitle(f"{title}: {size}" if title else size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date, equal reports give equal files.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, dpi=110, metadata=metadata)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_heads(axes: Any, heads: list[dict[str, float]]) -> None:

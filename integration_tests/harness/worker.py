@@ -8,6 +8,7 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
   batch: `heads` (the default: no stand-in), `oracle` or `corrupted`;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
+- `save_heads`, optional: folder that receives the engine's heads once the batches are done;
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
@@ -26,7 +27,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+
+from integration_tests.harness.served import save_served
 
 DEFAULT_LLM = {
     "skip_tokenizer_init": True,
@@ -214,6 +218,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             }
             stand_ins.follow(runner)
             reply["batches"] = [generate(llm, batch) for batch in job["batches"]]
+            if job.get("save_heads"):
+                save_served(runner, Path(job["save_heads"]))
             return reply
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]

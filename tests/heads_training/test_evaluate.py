@@ -49,7 +49,6 @@ def test_report_by_group() -> None:
 def test_picture_shows_the_figures(tmp_path: Path) -> None:
     report = made_report()
     write_plot(tmp_path / "new" / "p.svg", report)
-    write_plot(tmp_path / "again.svg", report)
     picture = (tmp_path / "new" / "p.svg").read_text()
     ElementTree.fromstring(picture)
     for text in ("accuracy by head", "mean accepted block by k", "2 answers, 20 tokens", "3.00"):
