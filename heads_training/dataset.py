@@ -6,6 +6,7 @@ W whole vocabulary, B rows of a batch, D hidden size.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
@@ -33,11 +34,25 @@ class Texts:
     prompts: list[bytes]  # one digest a record, of the prompt's ids
     sources: list[str]  # one a record
     loops: list[bool]  # one a record: cut off at its longest while repeating itself
+    ids: list[Tensor]  # int32, one a record: its prompt and its answer
+    answer_lengths_R: Tensor  # int64, tokens, each record's rows
 
     @property
     def rows(self) -> int:
         """How many rows, that is answer tokens, T."""
         return self.sampled_T.shape[0]
+
+    @functools.cached_property
+    def first_row_R(self) -> Tensor:
+        """int64: each record's first row; its others follow."""
+        return self.answer_lengths_R.cumsum(0) - self.answer_lengths_R
+
+    def digest(self) -> str:
+        """sha256 (hex) over every text's ids and where its answer begins."""
+        sha = hashlib.sha256(self.answer_lengths_R.numpy().tobytes())
+        for ids in self.ids:
+            sha.update(ids.numpy().tobytes())
+        return sha.hexdigest()
 
     def gather(self, rows_B: Tensor) -> Tensor:
         """[B, D] bf16: the hidden states of `rows_B`, in its order."""
@@ -60,6 +75,7 @@ def read_texts(shards: list[Path], num_heads: int) -> Texts:
     prompts: list[bytes] = []
     sources: list[str] = []
     loops: list[bool] = []
+    ids: list[Tensor] = []
     for path in shards:
         shard = read_shard(path)
         hidden.append(shard.hidden_TD)
@@ -69,6 +85,7 @@ def read_texts(shards: list[Path], num_heads: int) -> Texts:
             following.append(next_TK)
             records.append(torch.full_like(own_T, len(prompts)))
             prompts.append(hashlib.sha256(prompt_ids.int().numpy().tobytes()).digest())
+            ids.append(torch.cat([prompt_ids, answer_ids]).int())
             cut = shard.finish_reasons[record] == "length"
             loops.append(cut and is_loop(answer_ids.tolist()))
         sources += shard.sources
@@ -80,6 +97,8 @@ def read_texts(shards: list[Path], num_heads: int) -> Texts:
         prompts,
         sources,
         loops,
+        ids,
+        torch.tensor([len(own_T) for own_T in sampled]),
     )
 
 

@@ -31,6 +31,7 @@ class TargetRows:
     fingerprint: TargetFingerprint  # goes into the heads' config
     embedding_VD: Tensor  # input embedding, one row an id, the checkpoint's dtype
     lm_head_VD: Tensor  # vocabulary projection, one row an id, the checkpoint's dtype
+    folder: Path | None = None  # the checkpoint, from which finetuning starts
 
 
 def resolve_target(target: str, field: str = "target") -> Path:
@@ -146,4 +147,5 @@ def read_rows(target: str) -> TargetRows:
         fingerprint=read_fingerprint(resolve_target(target)),
         embedding_VD=model.get_input_embeddings().weight.detach().clone(),
         lm_head_VD=model.get_output_embeddings().weight.detach().clone(),
+        folder=resolve_target(target),
     )
