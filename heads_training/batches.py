@@ -40,8 +40,8 @@ class Order:
         """
         if not labelled_U.any():
             raise HeadsError(
-                "training: no row has a label; answers need at least two tokens, of which the draft "
-                "vocabulary holds some"
+                "training: no row has a label; answers need at least two tokens, and the draft "
+                "vocabulary some of them"
             )
         self.units_U, self.labelled_U, self.seed = units_U, labelled_U, seed
         self.size = min(size, len(units_U))
@@ -177,9 +177,11 @@ class FrozenSteps(Steps):
     """Rows of cached states."""
 
     def rows(self, step: int) -> Tensor:
+        """As `Steps.rows`."""
         return self.order.batch(step)
 
     def slot(self, step: int, slot: int, slots: int) -> dict[str, Any]:
+        """Arguments of `FrozenObjective`."""
         rows_R, targets = self.rows(step), {}
         for head, (share, factor) in self.labels.shares(step, rows_R).items():
             taken_R = rows_R[: max(round(share * len(rows_R)), 1)]
@@ -203,15 +205,19 @@ class TunedSteps(Steps):
         ids, length = texts.ids[record], int(texts.answer_lengths_R[record])
         prompt = len(ids) - length
         run = min(len(ids) - 1, self.config.max_tokens)  # the last token's own state is not needed
-        first = int(texts.first_row_R[record])
+        first = int(texts.first_rows[record])
         return ids[:run].long(), torch.arange(first, first + max(run - prompt + 1, 0))
 
     def rows(self, step: int) -> Tensor:
+        """As `Steps.rows`."""
         return torch.cat([self.kept(record)[1] for record in self.order.batch(step).tolist()])
 
     def slot(self, step: int, slot: int, slots: int) -> dict[str, Any]:
+        """Arguments of `TunedObjective`."""
         # Slots get answers of all lengths, so that none waits long for another.
-        records = sorted(self.order.batch(step).tolist(), key=lambda r: -len(self.labels.texts.ids[r]))
+        records = sorted(
+            self.order.batch(step).tolist(), key=lambda r: -len(self.labels.texts.ids[r])
+        )
         batch, rows_R = self.texts_batch(records[slot::slots])
         whole_R, targets = self.rows(step), {}
         for head, (_, factor) in self.labels.shares(step, whole_R).items():

@@ -92,8 +92,10 @@ def run(command: str, recipe: Recipe, command_line: str) -> None:
         tokens = pipeline.generate_answers(recipe)
         print(f"{recipe.answers_path}: {tokens} answer tokens written")
     if command in ("all", "train"):
-        print(format_table(pipeline.train_checkpoint(recipe, command_line)))
-        print(f"{recipe.output}: heads written; {recipe.plot_path}: their evaluation")
+        report = pipeline.train_checkpoint(recipe, command_line)
+        if report is not None:
+            print(format_table(report))
+            print(f"{recipe.output}: heads written; {recipe.plot_path}: their evaluation")
     if command == "evaluate":
         print(format_table(pipeline.evaluate_checkpoint(recipe)))
         print(f"{recipe.report_path}, {recipe.plot_path}: written")

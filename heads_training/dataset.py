@@ -43,8 +43,8 @@ class Texts:
         return self.sampled_T.shape[0]
 
     @functools.cached_property
-    def first_row_R(self) -> Tensor:
-        """int64: each record's first row; its others follow."""
+    def first_rows(self) -> Tensor:
+        """int64 [R]: each record's first row; its others follow."""
         return self.answer_lengths_R.cumsum(0) - self.answer_lengths_R
 
     def digest(self) -> str:

@@ -39,17 +39,17 @@ def make_objective(
     return TunedObjective(base, heads, data.draft_ids_V, config.logits_chunk)
 
 
-def require_replaceable(folder: Path | None) -> None:
-    """Raise HeadsError unless `folder` can receive the new target: absent, empty, or an older one
-    of this mode."""
-    if folder is None:
-        raise HeadsError("tuned_target: found none; finetune needs a folder for the new target")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        if not (folder / MARK_FILE).is_file():
-            raise HeadsError(
-                f"{folder}: found something other than a target of an earlier finetune; expected "
-                "an empty or new folder: name another one, or remove it"
-            )
+def require_replaceable(folder: Path) -> None:
+    """Raise HeadsError unless `folder` can receive the new target.
+
+    It can when absent, empty, or made by this mode.
+    """
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not empty and not (folder / MARK_FILE).is_file():
+        raise HeadsError(
+            f"tuned_target: {folder}: found something other than a target of an earlier finetune; "
+            "expected an empty or new folder: name another one, or remove it"
+        )
 
 
 def write_target(
@@ -87,7 +87,11 @@ def _write(
         model.save_pretrained(staging)
         for path in source.iterdir():
             wanted = path.is_file() and path.suffix not in _NOT_COPIED
-            if wanted and not path.name.endswith(".index.json") and not (staging / path.name).exists():
+            if (
+                wanted
+                and not path.name.endswith(".index.json")
+                and not (staging / path.name).exists()
+            ):
                 shutil.copyfile(path, staging / path.name)
         mark = {"finetuned_from": source.name, "steps": trainer.config.steps}
         (staging / MARK_FILE).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")

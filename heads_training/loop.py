@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-
 
 from heads_training import training_state
 from heads_training.batches import Steps
+from heads_training.objectives import FrozenObjective, TunedObjective
 from heads_training.train_config import TrainConfig
 from vllm_bpd.errors import HeadsError
 
@@ -86,7 +86,7 @@ class HeadsTrainer(Trainer):
     def __init__(
         self,
         config: TrainConfig,
-        objective: nn.Module,
+        objective: FrozenObjective | TunedObjective,
         make_steps: Callable[[int, int], Steps],
         validate: Callable[[HeadsTrainer], float],
         made_with: dict[str, Any],
@@ -102,7 +102,8 @@ class HeadsTrainer(Trainer):
         self.config, self.validate, self.made_with, self.work = config, validate, made_with, work
         self.loss_is_scaled_for_ga = True  # `Steps` divides by the whole step's labels
         self.steps = make_steps(self.args.process_index, self.args.world_size)
-        self.objective, self.k_hat = objective, 1.0
+        self.objective: FrozenObjective | TunedObjective = objective
+        self.k_hat = 1.0
         self._begin, self._loss = time.monotonic(), math.nan
         self._tensors: dict[str, Tensor] = {}
         self._lr_state: dict[str, Any] = {}
@@ -138,8 +139,9 @@ class HeadsTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW; the target's own weights have their own rate, vectors no weight decay."""
-        config, groups = self.config, {}
-        for name, parameter in (self.model if model is None else model).named_parameters():
+        config = self.config
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, parameter in (model or self.objective).named_parameters():
             is_base, decays = "base." in name, parameter.ndim > 1
             groups.setdefault((is_base, decays), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
@@ -170,7 +172,7 @@ class HeadsTrainer(Trainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm: Tensor = super()._clip_grad_norm(model)
+        norm: Tensor = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if not math.isfinite(float(norm)):  # the same in every process, so all of them stop
             self._refuse("gradient norm", float(norm))
         return norm
@@ -184,7 +186,7 @@ class HeadsTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, but for its epoch: to Trainer the whole run is one."""
-        self.state.epoch = None
+        self.state.epoch = None  # type: ignore[assignment]
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:  # noqa: ARG002
@@ -209,13 +211,14 @@ class HeadsTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ARG002
         """Write the whole state or nothing; then remove older ones."""
-        tensors = training_state.gather_state(model, self.optimizer.optimizer)
+        tensors = training_state.gather_state(model, self._plain_optimizer())
         if not self.args.should_save:
             return
         folder = self.work / f"checkpoint-{self.state.global_step}"
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        assert self.lr_scheduler is not None
         training_state.save_state(partial, tensors, self.lr_scheduler.state_dict(), self.made_with)
         self.state.save_to_json(str(partial / _TRAINER_STATE_FILE))
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,17 +233,26 @@ class HeadsTrainer(Trainer):
         self._tensors, self._lr_state = training_state.read_state(
             Path(resume_from_checkpoint), self.made_with
         )
-        training_state.load_weights(self.model if model is None else model, self._tensors)
+        training_state.load_weights(model or self.objective, self._tensors)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        optimizer = self.optimizer.optimizer
+        optimizer = self._plain_optimizer()
+        assert self.lr_scheduler is not None
         training_state.load_moments(self.model_wrapped, optimizer, self._tensors)
         self.lr_scheduler.load_state_dict(self._lr_state)
-        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(
+            optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+        ):
             group["lr"] = rate
         self._tensors = {}
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Without what accelerate wraps around it."""
+        optimizer: Any = self.optimizer
+        plain: torch.optim.Optimizer = optimizer.optimizer
+        return plain
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing to restore: `training_step` seeds every step."""

@@ -95,7 +95,7 @@ def chunked_loss(
     `by_row` tensors have the rows as their first dimension; gradients reach every float tensor
     of both. Peak memory beside inputs and their gradients is one chunk's.
     """
-    total: Tensor = _ChunkedSum.apply(
+    total: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
         function, chunk, torch.is_grad_enabled(), len(by_row), *by_row, *shared
     )
     return total
@@ -108,7 +108,7 @@ class _ChunkedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         function: Callable[..., Tensor],
         chunk: int,
@@ -146,7 +146,7 @@ class _ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
         return (

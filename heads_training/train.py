@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +152,7 @@ def make_trainer(config: TrainConfig, data: TrainingData, work: Path) -> HeadsTr
     if config.mode == "frozen":
         dtype = torch.bfloat16 if config.autocast else torch.float32
         matrices = frozen_rows(data.target, data.draft_ids_V, dtype)
-        objective: torch.nn.Module = FrozenObjective(heads, *matrices, config.logits_chunk)
+        objective: Any = FrozenObjective(heads, *matrices, config.logits_chunk)
         validate: Any = validate_frozen
     else:
         from heads_training.finetune import make_objective
@@ -170,28 +170,25 @@ def make_trainer(config: TrainConfig, data: TrainingData, work: Path) -> HeadsTr
     )
 
 
-def train(
-    config: TrainConfig, data: TrainingData, work: Path, tuned_target: Path | None = None
-) -> Trained:
+def train(config: TrainConfig, data: TrainingData, work: Path) -> Trained:
     """Train to the end, from the state saved in `work` if there is one; log to `work`.
 
-    Finetune writes the new target to the folder `tuned_target`. Raises HeadsError for a state or
+    Finetune writes the new target to `config.tuned_target`. Raises HeadsError for a state or
     folder that does not fit, or a loss that is not finite.
     """
     begin = time.monotonic()
-    if config.mode == "finetune":
+    if config.tuned_target is not None:
         from heads_training.finetune import require_replaceable
 
-        require_replaceable(tuned_target)  # now, not after hours of training
+        require_replaceable(config.tuned_target)  # now, not after hours of training
     trainer = make_trainer(config, data, work)
     trainer.run()
     heads, target = new_heads(config, data), data.target
     heads.load_state_dict(trainer.whole_weights("heads."))
-    if config.mode == "finetune":
+    if config.tuned_target is not None:
         from heads_training.finetune import write_target
 
-        assert tuned_target is not None
-        heads, target = write_target(trainer, data, heads, tuned_target)
+        heads, target = write_target(trainer, data, heads, config.tuned_target)
     return Trained(
         heads,
         target,
@@ -204,7 +201,7 @@ def train(
 def _made_with(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
     """What a saved state must share with the run that goes on from it."""
     return {
-        **asdict(config),
+        **config.made_with(),
         "training rows": len(data.train_T),
         "answers": data.texts.digest(),
         "target": str(data.target.fingerprint),

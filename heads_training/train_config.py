@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from vllm_bpd.config import Activation, Conditioning
 from vllm_bpd.errors import HeadsError
@@ -53,6 +54,8 @@ class TrainConfig:
     validate_every: Annotated[int, "steps between validations; the state is saved then too"] = 500
     seed: Annotated[int, "draws weights, batches and heads"] = 0
     autocast: Annotated[bool, "matrix products in bf16; otherwise float32"] = True
+    tuned_target: Annotated[Path | None, "finetune: folder that receives the new target"] = None
+    ray_workers: Annotated[int, "workers of Ray Train; 0: this process, or torchrun's"] = 0
 
     def __post_init__(self) -> None:
         """Refuse impossible values. Raises HeadsError naming field, found and expected."""
@@ -63,21 +66,30 @@ class TrainConfig:
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 1")
+        for name, allowed in (("mode", Mode), ("head_loss", HeadLoss)):
+            if getattr(self, name) not in get_args(allowed):
+                expected = " or ".join(get_args(allowed))
+                raise HeadsError(f"{name}: found {getattr(self, name)!r}; expected {expected}")
+        self._check_numbers()
+        if (self.mode == "finetune") != (self.tuned_target is not None):
+            raise HeadsError(
+                f"tuned_target: found {self.tuned_target}; expected a folder with mode finetune, "
+                f"which writes a new target, and only then; mode is {self.mode}"
+            )
+
+    def _check_numbers(self) -> None:
         for name in ("head_decay", "distillation", "warmup", "validation"):
             if not 0 <= getattr(self, name) <= 1:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected 0 to 1")
         for name in ("learning_rate", "base_learning_rate", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected more than 0")
-        for name in ("draft_vocab_size", "weight_decay"):
+        for name in ("draft_vocab_size", "weight_decay", "ray_workers"):
             if getattr(self, name) < 0:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 0")
-        for name, allowed in (("mode", Mode), ("head_loss", HeadLoss)):
-            if getattr(self, name) not in get_args(allowed):
-                expected = " or ".join(get_args(allowed))
-                raise HeadsError(f"{name}: found {getattr(self, name)!r}; expected {expected}")
 
-    @property
-    def step_size(self) -> int:
-        """What a step's batch counts: rows when frozen, answers in finetune."""
-        return self.batch_size if self.mode == "frozen" else self.batch_texts
+    def made_with(self) -> dict[str, Any]:
+        """The fields that a training state must share with the run that goes on from it."""
+        values = asdict(self)
+        del values["tuned_target"], values["ray_workers"]  # where, not what
+        return values

@@ -40,7 +40,9 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     A parameter with two names (a tied LM head) is kept once, under the first.
     """
     # Not offloaded by torch, which would leave all but the first process without any.
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    weights: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    )
     names = {_plain(name) for name, _ in model.named_parameters()}
     return {
         name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names
@@ -51,7 +53,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     """Weights and moments by name, whole, on the CPU. Every process has to call it."""
     options = StateDictOptions(full_state_dict=True)
     state = {f"{_MODEL}{name}": value for name, value in whole_weights(model).items()}
-    moments = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    moments: Any = get_optimizer_state_dict(model, optimizer, options=options)["state"]
     for name, values in moments.items():
         for key, value in values.items():
             state[f"{_OPTIMIZER}{name}:{key}"] = value.detach().cpu().contiguous()
@@ -71,9 +73,7 @@ def save_state(
     save_file(tensors, folder / STATE_FILE, metadata=metadata)
 
 
-def read_state(
-    folder: Path, made_with: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_state(folder: Path, made_with: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the schedule that `save_state` wrote.
 
     Raises HeadsError if the file is damaged or was made with other options or data.
@@ -99,7 +99,9 @@ def read_state(
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put the weights of `read_state` into `model`, exactly."""
-    weights = {n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)}
+    weights: dict[str, Any] = {
+        n.removeprefix(_MODEL): t for n, t in tensors.items() if n.startswith(_MODEL)
+    }
     # Not strict: a tied parameter's second name is absent.
     set_model_state_dict(
         model, weights, options=StateDictOptions(full_state_dict=True, strict=False)
@@ -112,7 +114,7 @@ def load_moments(
     """Put the moments of `read_state` into `optimizer`, exactly."""
     options = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(model, optimizer, options=options)
-    moments: dict[str, dict[str, Tensor]] = {}
+    moments: dict[str, Any] = {}
     for name, value in tensors.items():
         if name.startswith(_OPTIMIZER):
             parameter, key = name.removeprefix(_OPTIMIZER).rsplit(":", 1)

@@ -39,7 +39,7 @@ def validate_frozen(trainer: HeadsTrainer, data: TrainingData) -> float:
     heads.to(torch.bfloat16)
     texts, found = data.texts, []
     for record, counted in _share(trainer, held_out_records(data, trainer.config.validation_rows)):
-        first, length = int(texts.first_row_R[record]), int(texts.answer_lengths_R[record])
+        first, length = int(texts.first_rows[record]), int(texts.answer_lengths_R[record])
         if counted:
             found.append((torch.arange(first, first + length), length))
     counts = WalkCounts(0, [0] * heads.num_heads)

@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads_training.hidden_states import write_states
 from heads_training.records import Record
-from heads_training.target import load_model
+from heads_training.target import load_model, read_rows
+from heads_training.train import TrainingData, prepare
+from tests.heads_training.made_data import TINY
 from tests.heads_training.tiny_chat import write_chat_target
 
 VOCAB_SIZE = 97  # ids of the tiny target
@@ -71,3 +74,12 @@ def tiny_answers(tiny_records: list[Record], tmp_path_factory: pytest.TempPathFa
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny float32 Llama with a tokenizer and a ChatML template."""
     return write_chat_target(tmp_path_factory.mktemp("chat-target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_data(
+    tiny_target: Path, tiny_answers: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TrainingData:
+    """The tiny records as training reads them, with `TINY`'s options."""
+    shards = write_states(str(tiny_target), tiny_answers, tmp_path_factory.mktemp("states"))
+    return prepare(TINY, shards, read_rows(str(tiny_target)))

@@ -33,7 +33,10 @@ def made_report() -> dict[str, object]:
     match_TK = torch.zeros(rows, 2, dtype=torch.bool)
     match_TK[:10] = True
     record_T = torch.arange(rows) // 10
-    texts = Texts([], torch.arange(rows), next_TK, record_T, [b"a", b"b"], ["x:1", "y<&>"], [False])
+    lengths_R, sources = torch.tensor([10, 10]), ["x:1", "y<&>"]
+    texts = Texts(
+        [], torch.arange(rows), next_TK, record_T, [b"a", b"b"], sources, [False], [], lengths_R
+    )
     return walk_report(match_TK, texts, torch.arange(rows))
 
 

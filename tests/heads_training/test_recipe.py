@@ -99,7 +99,10 @@ def test_every_option_is_documented() -> None:
         ("train:\n  target: t", ":2: section train has no field 'target'; it belongs outside"),
         ("train:\n  chunk: 3", ":2: section train has no field 'chunk'; section generate has it"),
         ("generate:\n  output: o", ":2: section generate has no field 'output'"),
-        ("train:\n  zzz: 1", ":2: section train has no field 'zzz'; it has num_draft_heads, "),
+        (
+            "train:\n  zzz: 1",
+            ":2: section train has no field 'zzz'; it has mode, num_draft_heads, ",
+        ),
         ("train:\n  steps: 2.5", ":2: section train: steps: found 2.5; expected a whole number"),
         ("train:\n  steps: true", ":2: section train: steps: found True; expected a whole number"),
         ("train:\n  steps: many", "steps: found 'many'; expected a whole number (optimiser steps)"),

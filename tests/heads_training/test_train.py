@@ -2,170 +2,140 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
-from heads_training import losses
-from heads_training.dataset import IGNORED, Texts, label_text, to_draft_ids
+from heads_training.dataset import to_draft_ids
 from heads_training.hidden_states import write_states
-from heads_training.target import TargetRows, read_rows
-from heads_training.train import STATE_FILE, TrainConfig, Trainer, TrainingData, prepare, train
-from vllm_bpd.config import TargetFingerprint
+from heads_training.target import read_rows
+from heads_training.train import TrainingData, make_trainer, new_heads, prepare, train
+from heads_training.training_state import STATE_FILE
+from tests.heads_training.made_data import TINY, position_coded
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import drafted_position
 
-TINY = TrainConfig(
-    num_draft_heads=3,
-    head_hidden_size=64,
-    draft_vocab_size=80,
-    head_decay=1.0,
-    steps=300,
-    batch_size=64,
-    learning_rate=4e-3,
-    weight_decay=0.0,
-    validation=0.3,
-    validate_every=300,
-    autocast=False,
-)
+SHORT = replace(TINY, steps=12, validate_every=4)
 
 
-def position_coded(num_heads: int) -> TrainingData:
-    """One text whose token at position p is id p, and whose state at p is unit vector p."""
-    size, prompt = 48, 5
-    sampled_T, next_TK = label_text(torch.arange(prompt), torch.arange(prompt, size), num_heads)
-    rows_T = torch.arange(len(sampled_T))
-    hidden_TD = torch.eye(size)[prompt - 1 : size - 1].bfloat16()
-    texts = Texts([hidden_TD], sampled_T, next_TK, rows_T * 0, [b""], ["made"], [False])
-    fingerprint = TargetFingerprint("Made", 1, size, size)
-    target = TargetRows(fingerprint, torch.zeros(size, size), torch.eye(size))
-    return TrainingData(texts, rows_T, rows_T, None, next_TK, None, target, 1.0)
+class StopAt(TrainerCallback):
+    """Ends a run early, as an interruption would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
 
 
-@pytest.mark.parametrize("head_loss", ["mean", "random"])
-def test_each_head_learns_its_offset(head_loss: str) -> None:
+@pytest.mark.parametrize("head_loss", ["mean", "random", "weighted"])
+def test_each_head_learns_its_offset(head_loss: str, tmp_path: Path) -> None:
     config = replace(TINY, draft_vocab_size=0, steps=150, conditioning="none", distillation=0.0)
     config = replace(config, head_loss=head_loss, learning_rate=1e-2)  # type: ignore[arg-type]
-    data = position_coded(config.num_draft_heads)
-    trainer = Trainer(config, data)
-    while trainer.step < config.steps:
-        trainer.train_step()
+    trained = train(config, position_coded(config.num_draft_heads), tmp_path)
     position = 20
     state_BD = torch.eye(48)[position : position + 1]
-    drafts = trainer.heads(state_BD)[0].argmax(-1).tolist()
+    drafts = trained.heads(state_BD)[0].argmax(-1).tolist()
     assert drafts == [drafted_position(position, head) for head in range(3)]
     assert drafts[0] == position + 2  # behind the token that the target samples itself
-    assert trainer.validate(10**6) > 3.5  # of 4: the last steps run past the end
+    assert trained.validation_k_hat > 3.5  # of 4: the last steps run past the end
 
 
-@pytest.fixture(scope="module")
-def tiny_data(
-    tiny_target: Path, tiny_answers: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TrainingData:
-    shards = write_states(str(tiny_target), tiny_answers, tmp_path_factory.mktemp("states"))
-    return prepare(TINY, shards, read_rows(str(tiny_target)))
-
-
-def test_heads_overfit_a_few_texts(tiny_data: TrainingData) -> None:
+def test_heads_overfit_a_few_texts(tiny_data: TrainingData, tmp_path: Path) -> None:
     rows_T = torch.arange(tiny_data.texts.rows)
     everything = replace(tiny_data, train_T=rows_T, held_out_T=rows_T, draft_ids_V=None)
     everything = replace(everything, labels_TK=tiny_data.texts.next_TK, soft=None)
     config = replace(TINY, draft_vocab_size=0, batch_size=256, distillation=0.0)
-    trainer = Trainer(config, everything)
-    while trainer.step < config.steps:
-        trainer.train_step()
-    lengths = torch.bincount(tiny_data.texts.record_T)
+    trained = train(config, everything, tmp_path)
+    lengths = tiny_data.texts.answer_lengths_R
     # Perfect heads take this many steps, the cut at each answer's end included.
     steps = int(((lengths - 1 + 3) // 4).sum())
     best = 1 + int((lengths - 1 - (lengths - 1) // 4).sum()) / steps
     assert best > 3.7
-    assert trainer.validate(10**6) > best - 0.2
+    assert trained.validation_k_hat > best - 0.2
 
 
 def test_the_target_speaks_first(tiny_data: TrainingData) -> None:
-    heads = Trainer(TINY, tiny_data).heads
+    heads = new_heads(TINY, tiny_data)
     state_BD = torch.randn(2, 64)
     assert torch.equal(heads(state_BD, state_BD), state_BD.unsqueeze(1).expand(2, 3, 64))
 
 
-def test_later_heads_get_fewer_rows(tiny_data: TrainingData) -> None:
-    assert Trainer(replace(TINY, head_decay=0.5), tiny_data).head_shares() == {
-        0: 1,
-        1: 0.5,
-        2: 0.25,
-    }
-    trainer = Trainer(replace(TINY, head_loss="random"), tiny_data)
-    drawn: list[int] = []
-    for trainer.step in range(60):
-        assert list(trainer.head_shares().values()) == [1.0]
-        drawn += trainer.head_shares()
-    assert {drawn.count(head) > 5 for head in range(3)} == {True}
-
-
-def test_learning_rate_rises_then_falls(tiny_data: TrainingData) -> None:
-    trainer = Trainer(replace(TINY, steps=100, warmup=0.1, learning_rate=1.0), tiny_data)
-    rates = []
-    for trainer.step in range(101):
-        rates.append(trainer.learning_rate())
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100] == pytest.approx(0)
-
-
 def test_a_run_goes_on_exactly(tiny_data: TrainingData, tmp_path: Path) -> None:
-    config = replace(TINY, steps=12, validate_every=4)
-    whole = train(config, tiny_data, tmp_path / "whole")
-    stopped = Trainer(config, tiny_data)
-    for _ in range(7):
-        stopped.train_step()
-    (tmp_path / "parts").mkdir()
-    stopped.save(tmp_path / "parts" / STATE_FILE)
-    parts = train(config, tiny_data, tmp_path / "parts")
-    for name, value in whole.heads.state_dict().items():
-        assert torch.equal(value, parts.heads.state_dict()[name]), name
+    whole = train(SHORT, tiny_data, tmp_path / "whole")
+    stopped = make_trainer(SHORT, tiny_data, tmp_path / "parts")
+    stopped.add_callback(StopAt(8))
+    stopped.run()
+    parts = train(SHORT, tiny_data, tmp_path / "parts")
     assert parts.validation_k_hat == whole.validation_k_hat
+    states = [
+        load_file(tmp_path / name / "checkpoint-12" / STATE_FILE) for name in ("whole", "parts")
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert {name.partition(".")[0] for name in states[0]} == {"model", "optimizer"}
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
 
 
-def test_another_run_is_refused(tiny_data: TrainingData, tmp_path: Path) -> None:
-    path = tmp_path / STATE_FILE
-    Trainer(TINY, tiny_data).save(path)
-    with pytest.raises(HeadsError, match=r"learning_rate: found 0\.004, this run has 0\.001"):
-        train(replace(TINY, learning_rate=1e-3), tiny_data, tmp_path)
-    path.write_bytes(b"cut off")
-    with pytest.raises(HeadsError, match="not a training state"):
-        train(TINY, tiny_data, tmp_path)
+def test_a_finished_run_is_not_trained_again(tiny_data: TrainingData, tmp_path: Path) -> None:
+    first = train(SHORT, tiny_data, tmp_path)
+    made = (tmp_path / "checkpoint-12" / STATE_FILE).stat().st_mtime_ns
+    again = train(SHORT, tiny_data, tmp_path)
+    assert (tmp_path / "checkpoint-12" / STATE_FILE).stat().st_mtime_ns == made
+    assert again.validation_k_hat == first.validation_k_hat
+    for name, value in first.heads.state_dict().items():
+        assert torch.equal(value, again.heads.state_dict()[name]), name
 
 
-def test_a_loss_that_is_not_finite_names_the_step(tiny_data: TrainingData) -> None:
-    trainer = Trainer(TINY, tiny_data)
-    trainer.train_step()
-    with torch.no_grad():
-        next(trainer.heads.parameters()).fill_(float("nan"))
-    with pytest.raises(HeadsError, match="nan at step 1"):
-        trainer.train_step()
+def test_the_log_says_how_it_goes(tiny_data: TrainingData, tmp_path: Path) -> None:
+    trained = train(SHORT, tiny_data, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "train-log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert lines[0]["loss"] > lines[-1]["loss"] > 0
+    assert lines[-1]["validation_k_hat"] == round(trained.validation_k_hat, 4)
+    assert lines[-1]["skipped_batches"] == trained.skipped_batches == 0
+    assert list((tmp_path / "runs").rglob("events.*"))  # TensorBoard's
 
 
-def test_sparse_targets_and_loss(tiny_data: TrainingData) -> None:
-    assert tiny_data.soft is not None
-    rows_B = torch.arange(30)
-    for head in range(3):
-        ids_BS, weights_BS = losses.sparse_targets(
-            tiny_data.labels_TK, tiny_data.soft, rows_B, head, 0.25
-        )
-        valid_B = tiny_data.labels_TK[rows_B, head] != IGNORED
-        torch.testing.assert_close(weights_BS.sum(1), valid_B.float(), rtol=1e-3, atol=1e-3)
-        # The target's most probable token of the drafted position is the one it said.
-        said_B = tiny_data.labels_TK[rows_B[valid_B], head]
-        assert (ids_BS[valid_B, 1] == said_B).float().mean() > 0.9
-    logits_BV = torch.randn(30, 80)
-    hard = losses.sparse_targets(tiny_data.labels_TK, None, rows_B, 0, 0.25)
-    expected = torch.nn.functional.cross_entropy(
-        logits_BV, tiny_data.labels_TK[rows_B, 0], ignore_index=IGNORED
-    )
-    torch.testing.assert_close(losses.sparse_cross_entropy(logits_BV, *hard), expected)
+def test_learning_rate_rises_then_falls(tiny_data: TrainingData, tmp_path: Path) -> None:
+    config = replace(TINY, steps=20, warmup=0.2, learning_rate=1.0, validate_every=1)
+    trainer = make_trainer(config, tiny_data, tmp_path)
+    trainer.validate = lambda _: 1.0
+    trainer.run()
+    logs = [log for log in trainer.state.log_history if "learning_rate" in log]
+    rates = [log["learning_rate"] for log in logs]
+    assert max(rates) == rates[4] == 1.0
+    assert rates[:5] == sorted(rates[:5])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] < 0.02
+
+
+@pytest.mark.parametrize("broken", ["weights", "states"])
+def test_what_is_not_finite_stops_the_run(
+    broken: str, tiny_data: TrainingData, tmp_path: Path
+) -> None:
+    config = replace(SHORT, batch_size=32)
+    data = tiny_data
+    if broken == "states":
+        hidden_TD = [shard.clone() for shard in data.texts.hidden_TD]
+        hidden_TD[0][:] = float("nan")
+        data = replace(data, texts=replace(data.texts, hidden_TD=hidden_TD))
+    trainer = make_trainer(config, data, tmp_path)
+    if broken == "weights":
+        with torch.no_grad():
+            next(trainer.objective.parameters()).fill_(float("nan"))
+    with pytest.raises(
+        HeadsError, match=r"loss: found nan at step 0, on 32 rows of answers \d"
+    ) as e:
+        trainer.run()
+    assert ("are themselves not finite" in str(e.value)) == (broken == "states")
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_draft_vocabulary_is_of_the_training_split(tiny_data: TrainingData) -> None:
@@ -179,11 +149,25 @@ def test_draft_vocabulary_is_of_the_training_split(tiny_data: TrainingData) -> N
 
 @pytest.mark.parametrize(
     "values",
-    [{"steps": 0}, {"distillation": 1.5}, {"learning_rate": 0.0}, {"head_loss": "all"}],
+    [
+        {"steps": 0},
+        {"distillation": 1.5},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"head_loss": "all"},
+        {"mode": "thaw"},
+        {"logits_chunk": 0},
+        {"tuned_target": Path("t")},
+    ],
 )
 def test_impossible_options(values: dict[str, object]) -> None:
     with pytest.raises(HeadsError, match=next(iter(values))):
         replace(TINY, **values)  # type: ignore[arg-type]
+
+
+def test_finetune_wants_a_folder() -> None:
+    with pytest.raises(HeadsError, match="tuned_target: found None; expected a folder"):
+        replace(TINY, mode="finetune")
 
 
 def test_a_split_without_rows(tiny_target: Path, tiny_answers: Path, tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""The processes that a run may be spread over: torchrun's, or this one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+# One process may write hidden states for hours while the others wait; torch's own is half of one.
+_PATIENCE = timedelta(days=7)
+
+
+def processes() -> Any:
+    """accelerate's `PartialState`, with torchrun's process group joined if there is one."""
+    from accelerate import PartialState
+
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=_PATIENCE)
+
+
+@contextmanager
+def main_first() -> Iterator[bool]:
+    """The body runs in the first process, then in the others; gives whether this is the first.
+
+    What the first one writes to disk, the others find.
+    """
+    state = processes()
+    with state.main_process_first():
+        yield bool(state.is_main_process)
