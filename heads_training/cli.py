@@ -23,10 +23,14 @@ _EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 # Each command: its help, and the recipe's sections that it reads.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "all": ("generate, train and evaluate; what `bpd-train` alone does", tuple(SECTIONS)),
+    "all": (
+        "generate, train and evaluate; what `bpd-train` alone does",
+        ("generate", "train", "evaluate"),
+    ),
     "generate": ("prompts and greedy answers by the target", ("generate",)),
     "train": ("hidden states of the answers, heads, a checkpoint", ("train", "evaluate")),
     "evaluate": ("accuracy and mean accepted block on recorded answers", ("evaluate",)),
+    "export": ("a checkpoint of the newest training state, or of other heads", ("train", "export")),
 }
 
 
@@ -84,6 +88,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
 def run(command: str, recipe: Recipe, command_line: str) -> None:
     """Run one command. Raises HeadsError, before any work, for a target that is not there."""
     from heads_training import pipeline
+    from heads_training.export import export_checkpoint
     from heads_training.target import resolve_target
     from heads_training.walk import format_table
 
@@ -96,6 +101,8 @@ def run(command: str, recipe: Recipe, command_line: str) -> None:
         if report is not None:
             print(format_table(report))
             print(f"{recipe.output}: heads written; {recipe.plot_path}: their evaluation")
+    if command == "export":
+        print(f"{recipe.output}: exported from {export_checkpoint(recipe, command_line)}")
     if command == "evaluate":
         print(format_table(pipeline.evaluate_checkpoint(recipe)))
         print(f"{recipe.report_path}, {recipe.plot_path}: written")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 from heads_training.dataset import Texts, describe, read_texts
@@ -89,9 +90,10 @@ def evaluate_checkpoint(recipe: Recipe) -> dict[str, Any]:
     if recipe.evaluate.on is not None:
         on, states, held_out = recipe.evaluate.on, recipe.work / "evaluated", None
     else:
-        on, states = recipe.answers_path, recipe.work / "states"
+        tuned = recipe.train.mode == "finetune"
+        on, states = recipe.answers_path, recipe.work / ("tuned-states" if tuned else "states")
         held_out = _held_out(recipe)
-    report = evaluate(recipe.output, recipe.target, on, states, held_out)
+    report = evaluate(recipe.output, recipe.served_target, on, states, held_out)
     return _write_report(recipe, report)
 
 
@@ -105,7 +107,8 @@ def _held_out(recipe: Recipe) -> float:
 
 
 def _write_report(recipe: Recipe, report: dict[str, Any]) -> dict[str, Any]:
-    report = {"heads": recipe.output.name, "target": recipe.describe()["target"], **report}
+    target = Path(recipe.served_target).name
+    report = {"heads": recipe.output.name, "target": target, **report}
     write_json(recipe.report_path, report)
     write_plot(recipe.plot_path, report)
     return report

@@ -53,9 +53,7 @@ def provenance(
         "draft_vocabulary_coverage": round(data.coverage, 4),
         "training_seconds": round(trained.seconds, 1),
         "skipped_batches": trained.skipped_batches,
-        "validation": {
-            name: validation[name] for name in ("answers", "by_head", "by_k", "by_group")
-        },
+        "validation": {name: validation[name] for name in _FIGURES},
         "versions": versions(),
     }
     return json.dumps(values, indent=2) + "\n"

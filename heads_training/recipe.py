@@ -1,7 +1,7 @@
 """Recipes: everything that one set of heads is made with, in one file or on the command line.
 
-A recipe is YAML with the fields of `Recipe`, three of which are sections: `generate`, `train`
-and `evaluate`. What a file leaves out has its default; flags are laid over the file.
+A recipe is YAML with the fields of `Recipe`, four of which are sections: `generate`, `train`,
+`evaluate` and `export`. What a file leaves out has its default; flags are laid over the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -38,6 +38,18 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class ExportConfig:
+    """What `bpd-train export` makes a checkpoint from, and how it stores it."""
+
+    heads: Annotated[
+        Path | None, "heads to export; without it the newest training state in WORK"
+    ] = None
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], "of the exported weights"] = (
+        "bfloat16"
+    )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that one set of heads is made with."""
 
@@ -52,6 +64,12 @@ class Recipe:
     ] = None
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    @property
+    def served_target(self) -> str:
+        """The target that the heads are of: fine-tuning makes a new one."""
+        return str(self.train.tuned_target or self.target)
 
     @property
     def answers_path(self) -> Path:
@@ -80,7 +98,12 @@ class Recipe:
         return dict(values)
 
 
-_SECTIONS = {"generate": GenerateConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
+_SECTIONS = {
+    "generate": GenerateConfig,
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
 _GIVEN_BY_RECIPE = ("target", "output")  # fields of GenerateConfig that follow from the recipe's
 
 TOP = options_of(Recipe, skip=tuple(_SECTIONS))

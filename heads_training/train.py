@@ -38,7 +38,15 @@ if TYPE_CHECKING:
     from heads_training.batches import Steps
     from heads_training.loop import HeadsTrainer
 
-__all__ = ["TrainConfig", "Trained", "TrainingData", "heads_config", "prepare", "train"]
+__all__ = [
+    "TrainConfig",
+    "Trained",
+    "TrainingData",
+    "heads_config",
+    "made_with",
+    "prepare",
+    "train",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +173,7 @@ def make_trainer(config: TrainConfig, data: TrainingData, work: Path) -> HeadsTr
         objective,
         lambda rank, world: make_steps(config, data, rank, world),
         lambda trainer: validate(trainer, data),
-        _made_with(config, data),
+        made_with(config, data),
         work,
     )
 
@@ -198,7 +206,7 @@ def train(config: TrainConfig, data: TrainingData, work: Path) -> Trained:
     )
 
 
-def _made_with(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
+def made_with(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
     """What a saved state must share with the run that goes on from it."""
     return {
         **config.made_with(),

@@ -108,6 +108,12 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     )
 
 
+def heads_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The heads' weights among the tensors of `read_state`, by their own names."""
+    prefix = f"{_MODEL}heads."
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
 def load_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:

@@ -50,7 +50,9 @@ def test_train_and_evaluate(
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("command", [[], ["all"], ["generate"], ["train"], ["evaluate"]])
+@pytest.mark.parametrize(
+    "command", [[], ["all"], ["generate"], ["train"], ["evaluate"], ["export"]]
+)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
