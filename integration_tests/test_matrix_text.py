@@ -38,7 +38,7 @@ ENGINE = {
     "max_num_batched_tokens": 512,
     "skip_tokenizer_init": False,
 }
-GREEDY = {"temperature": 0, "max_tokens": FREE - BLOCK}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": FREE - BLOCK}
 PLACES = range(BLOCK + 2)  # every offset inside a block, and the first two of the next
 PIECES = {i: token for token, i in vocabulary().items()}
 PROMPTS = make_prompts([6 + n % 5 for n in range(400)], len(PIECES), seed=1)

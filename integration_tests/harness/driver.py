@@ -70,7 +70,7 @@ class Drive:
         prompt = {"prompt_token_ids": request["prompt"]}
         try:
             params = sampling_params(request["sampling"])
-            if "abort_after" not in request:
+            if request.get("abort_after") is None:
                 params.output_kind = RequestOutputKind.FINAL_ONLY
             adapter = None if lora is None else LoRARequest(lora["name"], lora["id"], lora["path"])
             given = self.engine.add_request(str(place), prompt, params, lora_request=adapter)
