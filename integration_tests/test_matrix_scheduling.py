@@ -144,7 +144,24 @@ def test_requests_are_preempted(play: Any) -> None:
 @pytest.mark.row("LoRA")
 def test_adapters_change_the_text(play: Any) -> None:
     """The LoRA row is nothing if the adapters change nothing."""
+    assert all(changed for request, changed in changes(play) if request.lora)
+
+
+@pytest.mark.row("LoRA")
+@pytest.mark.xfail(
+    reason="vLLM on a CPU, without speculation too: beside adapters in one batch, a request of the "
+    "base gets an adapter's answer (its index -1 reads the last adapter)"
+)
+def test_the_base_is_itself_beside_adapters(play: Any) -> None:
+    """What the target alone, with no speculation, answers in a mixed batch and in its own."""
+    assert not any(changed for request, changed in changes(play) if not request.lora)
+
+
+def changes(play: Any) -> list[tuple[Request, bool]]:
+    """Each request of the mixed batch, and whether the base alone answers something else."""
     group, _ = play("LoRA")
     base = SUITES["LoRA"].groups["base"]
-    for request, adapted, plain in zip(group.requests, group.expected, base.expected, strict=True):
-        assert (adapted["completions"] == plain["completions"]) == (request.lora is None)
+    return [
+        (request, mixed["completions"] != alone["completions"])
+        for request, mixed, alone in zip(group.requests, group.expected, base.expected, strict=True)
+    ]

@@ -15,6 +15,9 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
+    if "logit_bias" in arguments:  # JSON has no numbers for keys
+        biases = {int(token): bias for token, bias in arguments["logit_bias"].items()}
+        arguments = {**arguments, "logit_bias": biases}
     structure = arguments.get("structured_outputs")
     if structure is not None:
         arguments = {**arguments, "structured_outputs": StructuredOutputsParams(**structure)}
@@ -62,6 +65,7 @@ class Drive:
 
     def send(self, place: int) -> None:
         """Add one request; a refusal is its result."""
+        from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
@@ -75,7 +79,7 @@ class Drive:
             adapter = None if lora is None else LoRARequest(lora["name"], lora["id"], lora["path"])
             given = self.engine.add_request(str(place), prompt, params, lora_request=adapter)
             self.places[str(place)] = self.places[str(given)] = place
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             self.results[place] = {"refused": str(error)}
 
     def take(self, output: Any) -> None:

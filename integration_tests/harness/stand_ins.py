@@ -46,6 +46,7 @@ class Script:
         self.rows: list[list[int]] = []
         self.faults: list[str] = []
         self.processors = False
+        self.highest = -1  # of all ids that heads have drafted in this batch
         self.successors: list[list[int]] = []  # of each token: the likeliest, and the least likely
 
     def begin(self, mode: str, processors: bool = False) -> None:
@@ -57,6 +58,7 @@ class Script:
         if mode not in ("heads", *CORRUPT_EVERY):
             raise ValueError(f"drafts: found {mode!r}")
         self.mode = mode
+        self.highest = -1
         self.processors = processors
         self.faults = []
 
@@ -253,13 +255,17 @@ def scripted_forward(forward: Any) -> Any:
 
     def wrapped(self: Any, hidden_BD: Any, sampled_B: Any) -> Any:
         if SCRIPT.runner is None or SCRIPT.mode not in CORRUPT_EVERY:
-            return forward(self, hidden_BD, sampled_B)
+            drafted_BK = forward(self, hidden_BD, sampled_B)
+            if SCRIPT.runner is not None:
+                SCRIPT.highest = max(SCRIPT.highest, int(drafted_BK.max()))
+            return drafted_BK
         predicted = self.projection.top_tokens(hidden_BD).tolist()
         inputs = list(zip(SCRIPT.rows, predicted, sampled_B.tolist(), strict=True))
         for prefix, from_hidden, sampled in inputs:
             SCRIPT.check(prefix, from_hidden, sampled)
         count = self.heads.num_heads
         drafts = [SCRIPT.drafts(prefix, count) for prefix, _, _ in inputs]
+        SCRIPT.highest = max(SCRIPT.highest, *map(max, drafts))
         return torch.tensor(drafts, dtype=torch.int64)
 
     return wrapped

@@ -173,6 +173,7 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
         "spec": counted_since(before, counters(llm)),
         "faults": stand_ins.SCRIPT.faults[:10],
+        "highest_draft": stand_ins.SCRIPT.highest,
         "metrics": driver.gauges(llm),
         "resident": resident,
     }
