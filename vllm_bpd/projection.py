@@ -123,7 +123,9 @@ def find_embedding(target: nn.Module) -> Callable[[Tensor], Tensor]:
 
     for module in target.modules():
         if isinstance(module, VocabParallelEmbeddingWithLoRA):
-            inside: Callable[[Tensor], Tensor] = module.base_layer
-            return inside
-    embed: Callable[[Tensor], Tensor] = target.embed_input_ids
+            table: Any = module.base_layer
+            break
+    else:
+        table = target.embed_input_ids
+    embed: Callable[[Tensor], Tensor] = table
     return embed

@@ -7,7 +7,7 @@ one: to the release of vLLM it ran beside), and to the way of drafting that its 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note a test's outcome once: that of its call, or of a set-up that did not get so far."""
-    report: pytest.TestReport = yield
+    report = yield
     marker = item.get_closest_marker("row")
     if marker is not None and (report.when == "call" or report.outcome != "passed"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
