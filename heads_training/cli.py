@@ -27,7 +27,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "generate, train and evaluate; what `bpd-train` alone does",
         ("generate", "train", "evaluate"),
     ),
-    "generate": ("prompts and greedy answers by the target", ("generate",)),
+    "generate": ("prompts and their answers", ("generate",)),
     "train": ("hidden states of the answers, heads, a checkpoint", ("train", "evaluate")),
     "evaluate": ("accuracy and mean accepted block on recorded answers", ("evaluate",)),
     "export": ("a checkpoint of the newest training state, or of other heads", ("train", "export")),

@@ -28,13 +28,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads_training.records import Record, answer_files, read_records
-from heads_training.target import last_hidden_state, load_model, resolve_target
+from heads_training.target import last_hidden_state, load_model, resolve_target, weights_digest
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import read_fingerprint
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 4096  # padded tokens a forward pass; more does not make two cores faster
+# Padded tokens a forward pass; more does not make two cores faster, and nor does packing: sorted by
+# length, texts waste little (docs/training-data.md has the figures).
+BATCH_TOKENS = 4096
 _TENSORS = ("hidden", "token_ids", "prompt_lengths", "answer_lengths")
 
 
@@ -57,13 +59,15 @@ def write_states(target: str, answers: Path, states: Path) -> list[Path]:
     """
     from tqdm import tqdm
 
-    fingerprint = read_fingerprint(resolve_target(target))
+    folder = resolve_target(target)
+    fingerprint, weights = read_fingerprint(folder), weights_digest(folder)
     states.mkdir(parents=True, exist_ok=True)
     todo, shards = [], []
     for path in answer_files(answers):
         made_from = {
             "answers_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "target": json.dumps(fingerprint.__dict__, sort_keys=True),
+            "weights": weights,
         }
         shards.append(states / f"{path.stem}.safetensors")
         if not _is_current(shards[-1], made_from):
@@ -72,14 +76,41 @@ def write_states(target: str, answers: Path, states: Path) -> list[Path]:
         return shards
     model = load_model(target)
     begin, tokens = time.monotonic(), 0
-    for path, shard, made_from in tqdm(todo, unit="file", desc="hidden states"):
-        records = read_records(path)
-        _check_ids(records, fingerprint.vocab_size, path)
-        _write_shard(shard, records, hidden_states(model, records), made_from)
-        tokens += sum(len(r.prompt_token_ids) + len(r.answer_token_ids) for r in records)
+    for path, shard_path, made_from in tqdm(todo, unit="file", desc="hidden states"):
+        shard = _make_shard(model, path, fingerprint.vocab_size)
+        _write_shard(shard_path, shard, made_from)
+        tokens += len(shard.token_ids_N)
     speed = tokens / (time.monotonic() - begin)
     logger.info("hidden states: %d tokens, %.0f tokens/s", tokens, speed)
     return shards
+
+
+def iterate_states(target: str, answers: Path) -> Iterator[Shard]:
+    """The shards that `write_states` would write, one after the other and never on disk.
+
+    For short runs and small disks: every pass over them runs the target again. One shard at a time
+    is held. Raises HeadsError for bad input.
+    """
+    vocab_size = read_fingerprint(resolve_target(target)).vocab_size
+    files = answer_files(answers)
+    model = load_model(target)
+    for path in files:
+        yield _make_shard(model, path, vocab_size)
+
+
+def _make_shard(model: Any, answers: Path, vocab_size: int) -> Shard:
+    """The hidden states under the answers of one file."""
+    records = read_records(answers)
+    _check_ids(records, vocab_size, answers)
+    ids = [i for r in records for i in r.prompt_token_ids + r.answer_token_ids]
+    return Shard(
+        hidden_states(model, records),
+        torch.tensor(ids, dtype=torch.int32),
+        _lengths([r.prompt_token_ids for r in records]),
+        _lengths([r.answer_token_ids for r in records]),
+        [r.source for r in records],
+        [r.finish_reason for r in records],
+    )
 
 
 def hidden_states(model: Any, records: list[Record]) -> Tensor:
@@ -136,21 +167,18 @@ def _check_ids(records: list[Record], vocab_size: int, path: Path) -> None:
         )
 
 
-def _write_shard(
-    path: Path, records: list[Record], hidden_TD: Tensor, made_from: dict[str, str]
-) -> None:
+def _write_shard(path: Path, shard: Shard, made_from: dict[str, str]) -> None:
     """Write whole or not at all."""
-    ids = [i for r in records for i in r.prompt_token_ids + r.answer_token_ids]
     tensors = {
-        "hidden": hidden_TD,
-        "token_ids": torch.tensor(ids, dtype=torch.int32),
-        "prompt_lengths": _lengths([r.prompt_token_ids for r in records]),
-        "answer_lengths": _lengths([r.answer_token_ids for r in records]),
+        "hidden": shard.hidden_TD,
+        "token_ids": shard.token_ids_N,
+        "prompt_lengths": shard.prompt_lengths_R,
+        "answer_lengths": shard.answer_lengths_R,
     }
     metadata = {
         **made_from,
-        "sources": json.dumps([r.source for r in records]),
-        "finish_reasons": json.dumps([r.finish_reason for r in records]),
+        "sources": json.dumps(shard.sources),
+        "finish_reasons": json.dumps(shard.finish_reasons),
     }
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata=metadata)
@@ -170,7 +198,9 @@ def _is_current(path: Path, made_from: dict[str, str]) -> bool:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError):
         return False
-    return all(metadata.get(name) == value for name, value in made_from.items())
+    # Shards that were written before weights were hashed say nothing of them.
+    known = {"weights": made_from["weights"], **metadata}
+    return all(known.get(name) == value for name, value in made_from.items())
 
 
 def read_shard(path: Path) -> Shard:

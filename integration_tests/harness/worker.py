@@ -5,13 +5,11 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `llm`: keyword arguments of `vllm.LLM`;
 - `batches`: a list of `{"prompts": [[token id]], "sampling": {SamplingParams arguments}}`, where
   `sampling` may also be a list with one dict for each prompt; `drafts` names what drafts in this
-  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`. In place of those two, a batch
-  may have `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments).
-  `repeat` runs it that many times, and `processors` says that more than the target's logits decides
-  its tokens;
+  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
+- `states`, optional: a file that receives the hidden states the heads are given, see `captures`;
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
@@ -33,7 +31,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration_tests.harness import driver
 from integration_tests.harness.served import save_served
 
 DEFAULT_LLM = {
@@ -161,33 +158,12 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Run one batch on the engine and describe its outputs and counters."""
     from integration_tests.harness import stand_ins
 
-    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"), batch.get("processors", False))
+    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"))
     before = counters(llm)
     started = time.monotonic()
-    resident = []
-    for _ in range(batch.get("repeat", 1)):
-        outputs = answer(llm, batch)
-        resident.append(resident_bytes())
-    return {
-        "outputs": outputs,
-        "seconds": time.monotonic() - started,
-        "spec": counted_since(before, counters(llm)),
-        "faults": stand_ins.SCRIPT.faults[:10],
-        "highest_draft": stand_ins.SCRIPT.highest,
-        "metrics": driver.gauges(llm),
-        "resident": resident,
-    }
-
-
-def answer(llm: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The outputs of one batch, whichever kind it is."""
-    if "requests" in batch:
-        return driver.Drive(llm, batch).run()
-    if "beam" in batch:
-        return driver.beam(llm, batch)
     prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
     results = llm.generate(prompts, sampling_params(batch["sampling"]), use_tqdm=False)
-    return [
+    outputs = [
         {
             "token_ids": list(result.outputs[0].token_ids),
             "finish_reason": result.outputs[0].finish_reason,
@@ -195,12 +171,12 @@ def answer(llm: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for result in results
     ]
-
-
-def resident_bytes() -> int:
-    """What this process holds of the machine's memory now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "outputs": outputs,
+        "seconds": time.monotonic() - started,
+        "spec": counted_since(before, counters(llm)),
+        "faults": stand_ins.SCRIPT.faults[:10],
+    }
 
 
 def free(llm: Any) -> None:
@@ -218,7 +194,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     """Build the job's engine, run its batches, and free the engine again."""
     import vllm
 
-    from integration_tests.harness import stand_ins
+    from integration_tests.harness import captures, stand_ins
 
     llm = None
     with ExitStack() as stack:
@@ -228,6 +204,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 stack.enter_context(async_scheduling_kept())
             if job.get("drafts"):
                 stack.enter_context(stand_ins.installed(job["drafts"]))
+            if job.get("states"):
+                stack.enter_context(captures.kept_in(Path(job["states"])))
             started = time.monotonic()
             llm = vllm.LLM(**{**DEFAULT_LLM, **job["llm"]})
             runner = model_runner(llm)

@@ -54,6 +54,38 @@ def test_shards_are_kept_and_remade(
     )
 
 
+def test_states_that_are_never_on_disk_are_the_same(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    shards = hidden_states.write_states(str(tiny_target), tiny_answers, tmp_path)
+    before = sorted(tiny_answers.iterdir())
+    online = list(hidden_states.iterate_states(str(tiny_target), tiny_answers))
+    assert sorted(tiny_answers.iterdir()) == before
+    assert len(online) == len(shards) == 2
+    for ours, path in zip(online, shards, strict=True):
+        stored = hidden_states.read_shard(path)
+        assert torch.equal(ours.hidden_TD, stored.hidden_TD)
+        assert torch.equal(ours.token_ids_N, stored.token_ids_N)
+        assert torch.equal(ours.prompt_lengths_R, stored.prompt_lengths_R)
+        assert torch.equal(ours.answer_lengths_R, stored.answer_lengths_R)
+        assert (ours.sources, ours.finish_reasons) == (stored.sources, stored.finish_reasons)
+
+
+def test_states_of_a_fine_tuned_target_are_made_anew(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    (shard, _) = hidden_states.write_states(str(tiny_target), tiny_answers, tmp_path)
+    before = hidden_states.read_shard(shard).hidden_TD.clone()
+    model = LlamaForCausalLM.from_pretrained(tiny_target)
+    with torch.no_grad():  # the LM head, all that the fingerprint hashes, stays as it is
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    model.save_pretrained(tmp_path / "tuned")
+    hidden_states.write_states(str(tmp_path / "tuned"), tiny_answers, tmp_path)
+    assert not torch.equal(hidden_states.read_shard(shard).hidden_TD, before)
+
+
 def test_answers_of_another_target(tiny_target: Path, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text('{"prompt_token_ids": [1], "answer_token_ids": [5000]}\n')
