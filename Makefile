@@ -8,10 +8,13 @@ VENV_PYTHON := .venv/bin/python
 ON_CPU := scripts/cpu_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test serve bench lint clean
+# Each row of docs/compatibility.md, where tests without an engine run beside both releases.
+MATRIX := -m row -p integration_tests.harness.verdicts
+
+.PHONY: help setup demo test test-matrix soak serve bench lint clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 setup: ## create .venv, or bring it up to date (a second run installs nothing)
 	@$(PYTHON) scripts/setup_cpu.py
@@ -20,7 +23,19 @@ demo: setup ## serve SmolLM2 with and without heads, side by side; ARGS="--dtype
 	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo $(ARGS)
 
 test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
-	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(ARGS)
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests -m "not full" $(ARGS)
+
+test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
+	@rm -f build/verdicts-*.json
+	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
+		--verdicts=build/verdicts-0.32.json $(ARGS)
+	-@PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases 0.33) \
+		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
+		--verdicts=build/verdicts-0.33.json $(ARGS)
+	@$(VENV_PYTHON) -m integration_tests.compatibility docs/compatibility.md build/verdicts-*.json
+
+soak: setup ## mixed traffic for an hour, answers compared; ARGS="--minutes 5" is passed on
+	@$(ON_CPU) $(VENV_PYTHON) -m integration_tests.soak $(ARGS)
 
 serve: setup ## OpenAI-compatible server for SmolLM2 with heads; ARGS="--port 8001" is passed on
 	@target=$$($(VENV_PYTHON) -m vllm_bpd.demo_target) && \

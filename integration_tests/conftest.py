@@ -33,3 +33,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every tiny target, written once a session: name to checkpoint directory."""
     root = tmp_path_factory.mktemp("targets")
     return {name: write_target(target, root / name) for name, target in TARGETS.items()}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs the matrix on one combination, `make test-matrix` on all four."""
+    for item in items:
+        combo = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
+        if item.path.name.startswith("test_matrix_") and combo not in (None, COMBOS[0]):
+            item.add_marker("full")

@@ -5,8 +5,7 @@ Shape suffixes: B rows, D hidden size, K heads, N = B * K, V scored ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from vllm_bpd.checkpoint import DRAFT_TOKEN_IDS, OUTPUT_WEIGHT, check_draft_toke
 from vllm_bpd.config import HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
-from vllm_bpd.projection import DraftProjection
+from vllm_bpd.projection import DraftProjection, find_embedding
 
 
 class BlockwiseHeadsModel(nn.Module):
@@ -49,7 +48,7 @@ class BlockwiseHeadsModel(nn.Module):
         )
         self.draft_token_ids_V: Tensor | None = None
         self.projection: DraftProjection | None = None
-        self.embed: Any = None  # the target; its embed_input_ids is called
+        self.embed: Callable[[Tensor], Tensor] | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take the checkpoint's tensors strictly; returns the parameter names loaded.
@@ -81,7 +80,7 @@ class BlockwiseHeadsModel(nn.Module):
         """Share the target's vocabulary projection and, if conditioned on it, its embedding."""
         self.projection = DraftProjection(target, self.draft_token_ids_V)
         if self.config.conditioning == "sampled_token":
-            self.embed = target
+            self.embed = find_embedding(target)
 
     def forward(self, hidden_BD: Tensor, sampled_B: Tensor) -> Tensor:
         """Draft token ids, int64 [B, K], from last hidden states [B, D] and ids just sampled [B].
@@ -92,7 +91,7 @@ class BlockwiseHeadsModel(nn.Module):
         assert self.projection is not None, "bind() comes first"
         embedding_BD = None
         if self.embed is not None:
-            embedding_BD = self.embed.embed_input_ids(sampled_B)
+            embedding_BD = self.embed(sampled_B)
         states_BKD = self.heads(hidden_BD, embedding_BD)
         ids_N: Tensor = self.projection.top_tokens(states_BKD.flatten(0, 1))
         return ids_N.view(-1, self.heads.num_heads)

@@ -77,6 +77,20 @@ RUNNERS = (
         "the `custom_class` branch hands over no hidden states",
     ),
     Patch(
+        "vllm.v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        "(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)",
+        "vllm_bpd.cpu_sampling:expand_batch_to_tokens",
+        "on a CPU its stand-in kernel loses temperature, top_k and top_p of drafted tokens",
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler",
+        "apply_sampling_constraints",
+        "(logits, cu_num_draft_tokens, sampling_metadata)",
+        "vllm_bpd.cpu_sampling:apply_sampling_constraints",
+        "on a CPU top_k alone fails in a step without drafts",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_runner",
         "init_speculator",
         "(vllm_config, device, req_states)",

@@ -5,6 +5,7 @@ Shape suffixes: N rows, D hidden size, V ids scored on this rank, L rows of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,3 +111,21 @@ def find_lm_head(target: nn.Module) -> Any:
         f"model: {type(target).__name__} shows no lm_head of vLLM's; bpd needs the target's own "
         "vocabulary projection"
     )
+
+
+def find_embedding(target: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The target's embedding of ids [B] as [B, D], up to its scale.
+
+    LoRA wraps the table and adds to it what the running batch's adapters say, in the batch's own
+    order; heads are trained on the base's, so they read the table inside.
+    """
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    for module in target.modules():
+        if isinstance(module, VocabParallelEmbeddingWithLoRA):
+            table: Any = module.base_layer
+            break
+    else:
+        table = target.embed_input_ids
+    embed: Callable[[Tensor], Tensor] = table
+    return embed

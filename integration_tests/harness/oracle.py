@@ -109,6 +109,25 @@ def continuation(
     return drafts
 
 
+def chain(
+    prefix: Sequence[int],
+    successors: Sequence[Sequence[int]],
+    count: int,
+    corrupt_every: int | None = None,
+) -> list[int]:
+    """`count` tokens from the last of `prefix` on, each the likeliest successor of the one before.
+
+    The least likely one where corrupted: for answers that are sampled, and so not recorded.
+    """
+    drafts: list[int] = []
+    last = prefix[-1]
+    for position in range(len(prefix), len(prefix) + count):
+        likeliest, least = successors[last]
+        last = least if is_wrong(position, corrupt_every) else likeliest
+        drafts.append(last)
+    return drafts
+
+
 def draft_room(tokens: int, wanted: int, max_model_len: int) -> int:
     """How many of `wanted` drafts the scheduler keeps for a request that has `tokens` tokens."""
     return min(wanted, max_model_len - tokens - 1)

@@ -2,7 +2,8 @@
 
 The environment's own vLLM is one release. A newer release may exist as a CUDA wheel only; its
 Python code runs on a CPU beside the compiled parts of the environment's CPU build. This module
-makes such a tree once, keeps it in the user's cache directory, and says what PYTHONPATH uses it.
+makes such a tree once, keeps it in the user's cache directory, and says what PYTHONPATH uses it
+(`python -m integration_tests.harness.releases 0.33` prints it).
 """
 
 from __future__ import annotations
@@ -144,3 +145,7 @@ def rename_version(root: Path, version: str) -> None:
         raise ReleaseError(f"the vllm {version} wheel's metadata does not name its version")
     metadata.write_text(marked, encoding="utf-8")
     old.rename(root / f"vllm-{version}+cpu.dist-info")
+
+
+if __name__ == "__main__":
+    print(find_release(sys.argv[1]).python_path or "")

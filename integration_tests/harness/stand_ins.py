@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from integration_tests.harness.oracle import Recording, continuation, find_recording, runs_past
+from integration_tests.harness.oracle import (
+    Recording,
+    chain,
+    continuation,
+    find_recording,
+    runs_past,
+)
 
 STOCK_V1 = {
     "method": "custom_class",
@@ -39,12 +45,21 @@ class Script:
         self.runner: Any = None
         self.rows: list[list[int]] = []
         self.faults: list[str] = []
+        self.processors = False
+        self.highest = -1  # of all ids that heads have drafted in this batch
+        self.successors: list[list[int]] = []  # of each token: the likeliest, and the least likely
 
-    def begin(self, mode: str) -> None:
-        """Start a batch that drafts as `mode` says."""
+    def begin(self, mode: str, processors: bool = False) -> None:
+        """Start a batch that drafts as `mode` says.
+
+        With `processors` more than the target's logits decides a token (penalties, grammars), so
+        the hidden state alone does not tell which one was sampled.
+        """
         if mode not in ("heads", *CORRUPT_EVERY):
             raise ValueError(f"drafts: found {mode!r}")
         self.mode = mode
+        self.highest = -1
+        self.processors = processors
         self.faults = []
 
     def check(self, prefix: list[int], from_hidden: int, sampled: int) -> None:
@@ -53,12 +68,18 @@ class Script:
         The token they are told was sampled must be its last, and under greedy decoding the
         hidden state they are given must be the one the target sampled that token from.
         """
+        if self.successors:
+            if prefix[-1] != sampled:
+                self.faults.append(f"the heads were told {sampled}, the last one is {prefix[-1]}")
+            return
         recording = find_recording(prefix, self.recordings)
         if recording is None and runs_past(prefix, self.recordings):
             return  # asynchronously, a step is under way when its request is found to have ended
         if recording is None:
             self.faults.append(f"no recording begins with {prefix}")
-        elif len(prefix) > len(recording.prompt) and not prefix[-1] == from_hidden == sampled:
+        elif len(prefix) <= len(recording.prompt):
+            return
+        elif prefix[-1] != sampled or (from_hidden != sampled and not self.processors):
             self.faults.append(
                 f"at token {len(prefix)}: the last one is {prefix[-1]}, the heads were told "
                 f"{sampled}, and their hidden state gives {from_hidden}"
@@ -66,6 +87,8 @@ class Script:
 
     def drafts(self, prefix: list[int], count: int) -> list[int]:
         """The drafts for a request whose tokens so far are `prefix`."""
+        if self.successors:
+            return chain(prefix, self.successors, count, CORRUPT_EVERY[self.mode])
         return continuation(prefix, self.recordings, count, CORRUPT_EVERY[self.mode])
 
 
@@ -160,9 +183,11 @@ def stock_installed() -> Iterator[None]:
 def installed(drafts: dict[str, Any]) -> Iterator[None]:
     """Install the stand-in that a job's `drafts` names, until the job ends.
 
-    `drafts` has `source` (`stock` or `plugin`) and `recordings` (a list of `[prompt, answer]`).
+    `drafts` has `source` (`stock` or `plugin`) and `recordings` (a list of `[prompt, answer]`), or
+    `successors` where answers are sampled: for each token its likeliest and least likely successor.
     """
     SCRIPT.recordings = [Recording(prompt, answer) for prompt, answer in drafts["recordings"]]
+    SCRIPT.successors = drafts.get("successors", [])
     if drafts["source"] == "plugin":
         with plugin_installed():
             yield
@@ -230,13 +255,17 @@ def scripted_forward(forward: Any) -> Any:
 
     def wrapped(self: Any, hidden_BD: Any, sampled_B: Any) -> Any:
         if SCRIPT.runner is None or SCRIPT.mode not in CORRUPT_EVERY:
-            return forward(self, hidden_BD, sampled_B)
+            drafted_BK = forward(self, hidden_BD, sampled_B)
+            if SCRIPT.runner is not None:
+                SCRIPT.highest = max(SCRIPT.highest, int(drafted_BK.max()))
+            return drafted_BK
         predicted = self.projection.top_tokens(hidden_BD).tolist()
         inputs = list(zip(SCRIPT.rows, predicted, sampled_B.tolist(), strict=True))
         for prefix, from_hidden, sampled in inputs:
             SCRIPT.check(prefix, from_hidden, sampled)
         count = self.heads.num_heads
         drafts = [SCRIPT.drafts(prefix, count) for prefix, _, _ in inputs]
+        SCRIPT.highest = max(SCRIPT.highest, *map(max, drafts))
         return torch.tensor(drafts, dtype=torch.int64)
 
     return wrapped

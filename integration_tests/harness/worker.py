@@ -5,7 +5,10 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `llm`: keyword arguments of `vllm.LLM`;
 - `batches`: a list of `{"prompts": [[token id]], "sampling": {SamplingParams arguments}}`, where
   `sampling` may also be a list with one dict for each prompt; `drafts` names what drafts in this
-  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`;
+  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`. In place of those two, a batch
+  may have `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments).
+  `repeat` runs it that many times, and `processors` says that more than the target's logits decides
+  its tokens;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
@@ -31,6 +34,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from integration_tests.harness import driver
 from integration_tests.harness.served import save_served
 
 DEFAULT_LLM = {
@@ -158,12 +162,33 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Run one batch on the engine and describe its outputs and counters."""
     from integration_tests.harness import stand_ins
 
-    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"))
+    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"), batch.get("processors", False))
     before = counters(llm)
     started = time.monotonic()
+    resident = []
+    for _ in range(batch.get("repeat", 1)):
+        outputs = answer(llm, batch)
+        resident.append(resident_bytes())
+    return {
+        "outputs": outputs,
+        "seconds": time.monotonic() - started,
+        "spec": counted_since(before, counters(llm)),
+        "faults": stand_ins.SCRIPT.faults[:10],
+        "highest_draft": stand_ins.SCRIPT.highest,
+        "metrics": driver.gauges(llm),
+        "resident": resident,
+    }
+
+
+def answer(llm: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The outputs of one batch, whichever kind it is."""
+    if "requests" in batch:
+        return driver.Drive(llm, batch).run()
+    if "beam" in batch:
+        return driver.beam(llm, batch)
     prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
     results = llm.generate(prompts, sampling_params(batch["sampling"]), use_tqdm=False)
-    outputs = [
+    return [
         {
             "token_ids": list(result.outputs[0].token_ids),
             "finish_reason": result.outputs[0].finish_reason,
@@ -171,12 +196,12 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
         }
         for result in results
     ]
-    return {
-        "outputs": outputs,
-        "seconds": time.monotonic() - started,
-        "spec": counted_since(before, counters(llm)),
-        "faults": stand_ins.SCRIPT.faults[:10],
-    }
+
+
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free(llm: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiprocessing.context import ForkServerContext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ def test_drafts_are_a_row_a_request_and_a_column_a_head(conditioning: str) -> No
         embedded.append(ids_B.tolist())
         return torch.ones(len(ids_B), HIDDEN)
 
-    model.embed = SimpleNamespace(embed_input_ids=embed) if conditioning != "none" else None
+    model.embed = embed if conditioning != "none" else None
     hidden_BD = inputs(model.config)[0] * 10
     with torch.no_grad():
         drafts_BK = model(hidden_BD, torch.arange(ROWS))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="the projection is vLLM's")
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tests.vllm_bpd.fresh import run_fresh, top_tokens_on_rank
 from vllm_bpd.errors import HeadsError
-from vllm_bpd.projection import DraftProjection, find_lm_head
+from vllm_bpd.projection import DraftProjection, find_embedding, find_lm_head
 
 ROWS, HIDDEN = 24, 16
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -198,6 +199,19 @@ def test_the_lm_head_is_found_where_it_is() -> None:
     assert find_lm_head(target) is own
     target.lm_head = own
     assert find_lm_head(target) is own
+
+
+def test_heads_read_the_embedding_inside_loras() -> None:
+    """A wrapped one adds what the running batch's adapters say, in the batch's own order."""
+    target = nn.Module()
+    target.embed_input_ids = lambda ids_B: ids_B
+    assert find_embedding(target) is target.embed_input_ids
+    wrapped = VocabParallelEmbeddingWithLoRA.__new__(VocabParallelEmbeddingWithLoRA)
+    nn.Module.__init__(wrapped)
+    wrapped.base_layer = nn.Identity()
+    target.transformer = nn.Module()
+    target.transformer.wte = wrapped
+    assert find_embedding(target) is wrapped.base_layer
 
 
 def test_a_target_without_an_lm_head_is_refused() -> None:

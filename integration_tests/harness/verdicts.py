@@ -1,0 +1,76 @@
+"""A pytest plugin that notes what each test of the matrix said: `-p ... --verdicts=FILE`.
+
+A test belongs to the row that its marker `row` names, to the combination of its `engine` (without
+one: to the release of vLLM it ran beside), and to the way of drafting that its `mode` names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COLLECTED = pytest.StashKey[list[dict[str, Any]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to write the verdicts."""
+    parser.addoption("--verdicts", type=Path, help="JSON file for the verdicts of the matrix")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with none."""
+    config.stash[COLLECTED] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note a test's outcome once: that of its call, or of a set-up that did not get so far."""
+    report = yield
+    marker = item.get_closest_marker("row")
+    if marker is not None and (report.when == "call" or report.outcome != "passed"):
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        combo = parameters.get("engine")
+        item.config.stash[COLLECTED].append(
+            {
+                "row": marker.args[0],
+                "test": item.nodeid,
+                "combo": None if combo is None else combo.name,
+                "mode": parameters.get("mode"),
+                "outcome": outcome(report),
+                "reason": reason(report),
+            }
+        )
+    return report
+
+
+def outcome(report: pytest.TestReport) -> str:
+    """`xfailed` for what is expected to fail, else pytest's own word."""
+    expected = hasattr(report, "wasxfail")
+    return "xfailed" if expected and report.outcome == "skipped" else report.outcome
+
+
+def reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped or expected to fail."""
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail).removeprefix("reason: ")
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return ""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what was noted, and which release of vLLM tests without an engine ran beside."""
+    path = session.config.getoption("--verdicts")
+    if path is None:
+        return
+    from vllm_bpd.patches import vllm_version
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = {"vllm": vllm_version(), "verdicts": session.config.stash[COLLECTED]}
+    path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

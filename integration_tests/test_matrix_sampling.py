@@ -1,0 +1,103 @@
+"""Row sampling: the target's distribution is kept, seeded runs repeat, beams are the target's.
+
+The target is a bigram model over eight tokens, so that what must come can be written down. Drafts
+are made by random heads, or are the likeliest successors, or those with every third one the least
+likely.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.heads import write_heads
+from integration_tests.harness.jobs import make_job, make_prompts, run
+from integration_tests.harness.matrix import MODES, NUM_HEADS
+from integration_tests.harness.statistics import (
+    bigram_logits,
+    chi_square,
+    count_pairs,
+    distribution,
+)
+
+VOCAB = 8
+SAMPLES = 50_000
+LENGTH = 250
+FARTHEST = 4.5  # standard deviations; seeds are fixed, so a pass stays one
+ENGINE = {"max_model_len": 256, "max_num_seqs": 128, "max_num_batched_tokens": 1024}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.6": {"temperature": 0.6},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "top_k and top_p": {"temperature": 1.3, "top_k": 5, "top_p": 0.95},
+    "top_k": {"temperature": 1.0, "top_k": 3},
+}
+
+
+def sampled_batch(setting: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Requests that give SAMPLES tokens, each with its own seed, four answers to a prompt."""
+    prompts = make_prompts([1] * (SAMPLES // LENGTH // 4), VOCAB, seed=5)
+    sampling = {"max_tokens": LENGTH, "ignore_eos": True, "n": 4, **setting}
+    requests = [
+        # The n-th answer's seed is the request's plus n.
+        {"prompt": prompt, "sampling": sampling | {"seed": 100 * seed}}
+        for seed, prompt in enumerate(prompts)
+    ]
+    return {"requests": requests, "drafts": mode}
+
+
+def job(target: Path, heads: Path, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """A job that drafts successors."""
+    order = bigram_logits(target).argsort(dim=-1)
+    made = make_job(target, batches, **ENGINE)
+    made["llm"]["speculative_config"] = {"method": "bpd", "model": str(heads)}
+    successors = [[row[-1], row[0]] for row in order.tolist()]
+    return made | {"drafts": {"source": "plugin", "recordings": [], "successors": successors}}
+
+
+@pytest.fixture(scope="module")
+def heads(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_heads(targets["bigram"], tmp_path_factory.mktemp("bigram") / "heads", NUM_HEADS)
+
+
+def texts(batch: dict[str, Any]) -> list[list[int]]:
+    """Each prompt with its answer."""
+    return [
+        request["prompt"] + completion["token_ids"]
+        for request, output in zip(batch["requests"], batch["outputs"], strict=True)
+        for completion in output["completions"]
+    ]
+
+
+@pytest.mark.row("sampling")
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_distribution(
+    engine: EngineProcess, targets: dict[str, Path], heads: Path, name: str
+) -> None:
+    """Fifty thousand tokens of each way to draft follow the target's distribution."""
+    batches = [sampled_batch(SETTINGS[name], mode) for mode in MODES]
+    reply = run(engine, job(targets["bigram"], heads, batches))
+    expected = distribution(bigram_logits(targets["bigram"]), SETTINGS[name]).tolist()
+    for mode, asked, batch in zip(MODES, batches, reply["batches"], strict=True):
+        counts = count_pairs(texts(asked | batch), VOCAB)
+        assert sum(map(sum, counts)) >= SAMPLES
+        assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"], mode
+        assert chi_square(counts, expected) < FARTHEST, mode
+        assert batch["faults"] == []
+
+
+def test_the_check_tells_distributions_apart(targets: dict[str, Path]) -> None:
+    """Half a thousandth of the samples put elsewhere is not seen; two hundredths are."""
+    expected = distribution(bigram_logits(targets["bigram"]), {"temperature": 1.0})
+    exact = (expected * SAMPLES / VOCAB).round().long().tolist()
+    assert chi_square(exact, expected.tolist()) < 0
+    bent = expected * 0.98
+    bent[:, 3] += 0.02
+    bent = (bent * SAMPLES / VOCAB).round().long().tolist()
+    assert chi_square(bent, expected.tolist()) > FARTHEST
+    cut = distribution(bigram_logits(targets["bigram"]), SETTINGS["top_k"])
+    assert (cut > 0).sum(dim=-1).tolist() == [3] * VOCAB
+    assert chi_square(exact, cut.tolist()) == float("inf")

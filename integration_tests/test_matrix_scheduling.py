@@ -1,0 +1,167 @@
+"""Rows batching, preemption, abort and LoRA: one engine each, random heads, oracle, corrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.harness.adapters import write_adapter
+from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.heads import write_heads
+from integration_tests.harness.jobs import make_prompts
+from integration_tests.harness.matrix import MODES, NUM_HEADS, Group, Request, Suite, check_group
+
+VOCAB = 256
+BLOCK_SIZE = 32  # the CPU's attention takes multiples of it
+ENGINE: dict[str, Any] = {
+    "max_model_len": 112,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "block_size": BLOCK_SIZE,
+}
+# Bytes that a process may grow by over the second half of an abort test's rounds.
+GROWTH = 16 << 20
+
+
+Row = tuple[dict[str, Any], dict[str, Group]]
+
+
+def requests(prompts: list[list[int]], max_tokens: int, **more: Any) -> list[Request]:
+    """Greedy requests to their length limit."""
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return [Request(str(i), prompt, sampling, **more) for i, prompt in enumerate(prompts)]
+
+
+def batching(target: Path, folder: Path) -> Row:
+    """Tiny steps, more requests than slots, and prompts whose beginning is cached."""
+    shared = make_prompts([2 * BLOCK_SIZE], VOCAB, seed=11)[0]
+    # A prompt with one token left to read is padded with empty drafts by the scheduler: none here.
+    ends = make_prompts([2, 5, BLOCK_SIZE, 20, 30], VOCAB, seed=12)
+    prompts = [shared + end for end in ends] + make_prompts([2, 3, 31, 47, 60], VOCAB, seed=13)
+    engine = {"enable_prefix_caching": True, "max_num_seqs": 4, "max_num_batched_tokens": 36}
+    return engine, {"batching": Group(requests(prompts, 14), repeat=2, extend=True)}
+
+
+def preemption(target: Path, folder: Path) -> Row:
+    """A cache that holds half of what eight requests come to need."""
+    prompts = make_prompts([9, 10, 11, 12, 13, 14, 15, 16], VOCAB, seed=21)
+    engine = {"num_gpu_blocks_override": 13, "max_model_len": 80}
+    return engine, {"preemption": Group(requests(prompts, 48), extend=True)}
+
+
+def abort(target: Path, folder: Path) -> Row:
+    """Thirty-two streams; every second one is dropped after 1 to 16 tokens."""
+    prompts = make_prompts([4 + n % 9 for n in range(32)], VOCAB, seed=31)
+    made = requests(prompts, 24)
+    for row in range(0, len(made), 2):
+        dropped = made[row]
+        made[row] = Request(dropped.name, dropped.prompt, dropped.sampling, None, 1 + row // 2)
+    return {"max_num_seqs": 32}, {"abort": Group(made, extend=True)}
+
+
+def lora(target: Path, folder: Path) -> Row:
+    """The base and two adapters in one batch."""
+    adapters: list[dict[str, Any] | None] = [None]
+    for number in (1, 2):
+        path = write_adapter(target, folder / f"adapter{number}", seed=number)
+        adapters.append({"name": f"adapter{number}", "id": number, "path": str(path)})
+    prompts = make_prompts([4 + n for n in range(9)], VOCAB, seed=41)
+    made = [
+        request
+        for row, prompt in enumerate(prompts)
+        for request in requests([prompt], 20, lora=adapters[row % 3])
+    ]
+    engine = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_num_seqs": 9}
+    base = Group(requests(prompts, 20), modes=())
+    return engine, {"LoRA": Group(made, extend=True), "base": base}
+
+
+MAKERS: dict[str, Callable[[Path, Path], Row]] = {
+    "batching": batching, "preemption": preemption, "abort": abort, "LoRA": lora,
+}  # fmt: skip
+SUITES: dict[str, Suite] = {}
+
+
+@pytest.fixture
+def play(
+    engine: EngineProcess, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Group, dict[tuple[str, str], dict[str, Any]]]]:
+    """Plays a row on this combination, once: its group, and the reply of each mode."""
+
+    def play(row: str) -> tuple[Group, dict[tuple[str, str], dict[str, Any]]]:
+        if row not in SUITES:
+            folder = tmp_path_factory.mktemp("row")
+            target = targets["llama"]
+            more, groups = MAKERS[row](target, folder)
+            heads = write_heads(target, folder / "heads", NUM_HEADS)
+            suite = Suite(target, heads, ENGINE | more, groups)
+            suite.record(engine)
+            SUITES[row] = suite
+        return SUITES[row].groups[row], SUITES[row].play(engine)
+
+    return play
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.row(row)) for row in MAKERS])
+def test_as_without_speculation(play: Any, row: str, mode: str) -> None:
+    """Ids of every request, and right inputs for the heads: with LoRA, the adapted states."""
+    group, replies = play(row)
+    batch = replies[row, mode]
+    check_group(group, batch)
+    spec = batch["spec"]
+    assert 0 < spec["drafts"] <= spec["drafted"] <= NUM_HEADS * spec["drafts"]
+    assert 0 <= spec["accepted"] <= spec["drafted"]
+    assert sum(spec["per_position"]) == spec["accepted"]
+    if mode == "oracle" and row != "abort":  # a dropped stream may end in any step
+        assert spec["accepted"] == spec["drafted"]
+    assert batch["metrics"]["vllm:num_requests_running"] == 0
+    assert batch["metrics"]["vllm:num_requests_waiting"] == 0
+    assert batch["metrics"]["vllm:kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.row("batching")
+def test_prefixes_are_cached(play: Any) -> None:
+    """The batching row is nothing without hits."""
+    group, replies = play("batching")
+    for mode in MODES:
+        cached = [output["cached"] for output in replies["batching", mode]["outputs"]]
+        assert max(cached) >= 2 * BLOCK_SIZE
+    assert any(output["cached"] for output in group.expected)
+
+
+@pytest.mark.row("preemption")
+def test_requests_are_preempted(play: Any) -> None:
+    """The preemption row is nothing without preemptions."""
+    _, replies = play("preemption")
+    counts = [replies["preemption", mode]["metrics"]["vllm:num_preemptions"] for mode in MODES]
+    assert 0 < counts[0] < counts[1] < counts[2]  # the counter goes on from mode to mode
+
+
+@pytest.mark.row("LoRA")
+def test_adapters_change_the_text(play: Any) -> None:
+    """The LoRA row is nothing if the adapters change nothing."""
+    assert all(changed for request, changed in changes(play) if request.lora)
+
+
+@pytest.mark.row("LoRA")
+@pytest.mark.xfail(
+    reason="vLLM on a CPU, without speculation too: beside adapters in one batch, a request of the "
+    "base gets an adapter's answer (its index -1 reads the last adapter)"
+)
+def test_the_base_is_itself_beside_adapters(play: Any) -> None:
+    """What the target alone, with no speculation, answers in a mixed batch and in its own."""
+    assert not any(changed for request, changed in changes(play) if not request.lora)
+
+
+def changes(play: Any) -> list[tuple[Request, bool]]:
+    """Each request of the mixed batch, and whether the base alone answers something else."""
+    group, _ = play("LoRA")
+    base = SUITES["LoRA"].groups["base"]
+    return [
+        (request, mixed["completions"] != alone["completions"])
+        for request, mixed, alone in zip(group.requests, group.expected, base.expected, strict=True)
+    ]

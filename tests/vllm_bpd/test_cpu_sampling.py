@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_bpd.cpu_sampling import apply_sampling_constraints, expand_batch_to_tokens
+
+
+def never(*_: object) -> Tensor:
+    raise AssertionError("the engine's own function was called")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_each_draft_gets_its_requests_value(dtype: torch.dtype) -> None:
+    """Requests with two drafts, none and three."""
+    values = torch.tensor([3, 7, 5], dtype=dtype)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    spread = expand_batch_to_tokens(never, values, ends, 5)
+    assert spread.tolist() == [3, 3, 5, 5, 5]
+    assert spread.dtype == dtype
+
+
+def test_a_fraction_stays_one_and_greedy_becomes_one() -> None:
+    values, ends = torch.tensor([0.25, 0.0]), torch.tensor([1, 3], dtype=torch.int32)
+    spread = expand_batch_to_tokens(never, values, ends, 3, replace_from=0, replace_to=1)
+    assert spread.tolist() == [0.25, 1.0, 1.0]
+
+
+def test_without_drafts_there_is_nothing_to_spread() -> None:
+    spread = expand_batch_to_tokens(never, torch.tensor([3]), torch.tensor([0]), 0)
+    assert spread.shape == (0,)
+
+
+def test_other_devices_keep_the_engines_kernel() -> None:
+    values = torch.zeros(2, device="meta")
+    given = expand_batch_to_tokens(lambda *arguments: arguments, values, values, 4, 0, 1)  # type: ignore[arg-type]
+    assert tuple(given) == (values, values, 4, 0, 1)
+
+
+def test_no_drafts_no_constraints() -> None:
+    logits = torch.zeros(0, 8)
+    assert apply_sampling_constraints(never, logits, torch.tensor([0]), None) is logits
+    assert apply_sampling_constraints(lambda *_: logits, torch.zeros(1, 8), logits, None) is logits

@@ -1,0 +1,48 @@
+"""Model runner V1 on a CPU: the two places where sampling goes wrong beside any drafter.
+
+vLLM 0.32 and 0.33 spread each request's temperature, `top_k` and `top_p` over its drafts with a
+C++ stand-in for a Triton kernel, which writes into a copy of what it was given: the rows keep
+whatever the memory held. And a step in which no request has a draft fails on `top_k` alone.
+
+Shape suffixes: B requests, N drafts of all of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def expand_batch_to_tokens(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    """Each request's value of `x` [B] once for each of its drafts, [N], of `x`'s dtype.
+
+    `cu_num_tokens` [B] counts the drafts of each request and those before it; `replace_from` is
+    given as `replace_to`. Other devices keep the engine's kernel.
+    """
+    if x.device.type != "cpu":
+        return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+    counts_B = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values_B = torch.where(x == replace_from, replace_to, x)
+    return values_B.repeat_interleave(counts_B, output_size=num_tokens)
+
+
+def apply_sampling_constraints(
+    original: Callable[..., Tensor],
+    logits: Tensor,
+    cu_num_draft_tokens: Tensor,
+    sampling_metadata: Any,
+) -> Tensor:
+    """The logits of all drafts, [N, V], under each request's options; as they are if N is 0."""
+    if logits.shape[0] == 0:
+        return logits
+    return original(logits, cu_num_draft_tokens, sampling_metadata)
