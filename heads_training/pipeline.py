@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from heads_training.dataset import Texts, describe, read_texts
 from heads_training.evaluate import evaluate, evaluate_rows, write_json
-from heads_training.generate import generate
+from heads_training.generate import GenerateConfig, generate
 from heads_training.hidden_states import write_states
 from heads_training.plot import check_plot_path, write_plot
 from heads_training.processes import main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
 from heads_training.recipe import Recipe
-from heads_training.target import read_rows
+from heads_training.target import read_rows, resolve_target
 from heads_training.train import Trained, TrainingData, prepare, train
 from vllm_bpd.checkpoint import require_replaceable, save_heads
 
@@ -24,7 +25,22 @@ logger = logging.getLogger(__name__)
 
 def generate_answers(recipe: Recipe) -> int:
     """Write the answers that are not there yet; answer tokens written."""
-    return generate(recipe.generate)
+    return generate(_within_context(recipe.generate))
+
+
+def _within_context(config: GenerateConfig) -> GenerateConfig:
+    """With the default `max_model_len` cut to the target's context; one that was chosen stays.
+
+    Raises HeadsError if that leaves an answer no room.
+    """
+    path = resolve_target(config.target) / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    context = (values.get("text_config") or values).get("max_position_embeddings")
+    default = GenerateConfig.max_model_len
+    if not isinstance(context, int) or not context < config.max_model_len == default:
+        return config
+    logger.info("max_model_len: %d, all that the target's context has", context)
+    return replace(config, max_model_len=context)
 
 
 def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:

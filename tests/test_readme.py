@@ -1,4 +1,7 @@
-"""The README's commands exist and parse; `integration_tests/test_ways_in.py` serves with them."""
+"""Commands of the README and of docs/bpd-train.md exist and parse.
+
+`integration_tests/test_ways_in.py` serves with the README's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from vllm_bpd.cli import main as vllm_bpd
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^\$ (.*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+GUIDE = (ROOT / "docs" / "bpd-train.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ (.*?)(?:\s+#.*)?$", README + GUIDE, flags=re.MULTILINE)
 
 
 def commands(program: str) -> list[str]:
@@ -44,8 +48,10 @@ def test_training_commands_parse(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """They get as far as a target that is not there."""
+    """They get as far as a target that is not there; recipe.yaml is the guide's own."""
     monkeypatch.chdir(tmp_path)
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    Path("recipe.yaml").write_text(recipe.replace("MODEL", "no-such-folder/x/y"))
     words = [w.replace("MODEL", "no-such-folder/x/y") for w in shlex.split(command)[1:]]
     status = bpd_train(words)
     error = capsys.readouterr().err

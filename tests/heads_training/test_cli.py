@@ -12,6 +12,7 @@ import heads_training
 from heads_training.cli import build_parser, main, recipe_from
 from heads_training.generate import GenerateConfig
 from heads_training.train import TrainConfig
+from tests.heads_training.tiny_chat import write_chat_target
 from vllm_bpd.checkpoint import read_config
 
 _OWN_IMPORTS = {"config", "heads", "checkpoint", "fingerprint", "errors"}
@@ -88,7 +89,10 @@ def test_a_missing_target_is_named_by_every_command(
         (["evaluate", "--heads", "none", "--target", "{target}"], "none/config.json"),
         (["train", "--target", "{target}", "--plot", "p.gif"], "plot: found p.gif"),
         (["generate", "--target", "t", "--self-written", "0"], "self_written"),
-        (["generate", "--target", "{target}", "--prompts", "none.jsonl"], "none.jsonl"),
+        (
+            ["generate", "--target={target}", "--prompts=none.jsonl", "--answer-tokens=99"],
+            "none.jsonl",
+        ),
         (["generate", "--target", "t", "--worker", "3"], "worker: found 3"),
         (["--config", "none.yaml"], "config: found 'none.yaml'; expected a recipe file, or one of"),
         (["fly"], "invalid choice"),
@@ -125,6 +129,21 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert recipe.train == TrainConfig(steps=7, seed=3, learning_rate=1e-3, autocast=False)
     recipe = recipe_from(build_parser().parse_args(["generate", *words[1:6], "--seed", "3"]))
     assert (recipe.generate.seed, recipe.train.seed) == (3, 5)  # a stage's flags are its own
+
+
+def test_a_short_context_needs_no_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a model's name to answers, with the defaults, by a target of 512 tokens."""
+    words = ["generate", f"--target={write_chat_target(tmp_path / 'target')}"]
+    words += [f"--work={tmp_path}", "--engine=transformers", "--self-written=2"]
+    assert main(words) == 0
+    made = json.loads((tmp_path / "answers" / "generate.json").read_text())
+    assert made["max_model_len"] == 512
+    assert main([*words, "--answers", str(tmp_path / "a"), "--max-model-len=600"]) == 2
+    assert "max_model_len: found 600; the target's context is 512" in capsys.readouterr().err
+    assert main([*words, "--answers", str(tmp_path / "b"), "--answer-tokens=512"]) == 2
+    assert "max_model_len: found 512; expected more than answer_tok" in capsys.readouterr().err
 
 
 def test_vllm_is_imported_only_to_generate() -> None:
