@@ -333,6 +333,9 @@ class _ChunkMaker:
         ids = [prompt_ids(self._tokenizer, prompt.messages) for prompt in prompts]
         fitting = [i for i in range(len(prompts)) if len(ids[i]) <= longest]
         self._counts["too_long"] += len(prompts) - len(fitting)
+        records: list[Record | None] = [None] * len(prompts)
+        if not fitting:  # which vLLM's beam search cannot do
+            return records
         if config.beams > 1:
             texts = engine.beam_search([ids[i] for i in fitting], config.answer_tokens)
         else:
@@ -347,7 +350,6 @@ class _ChunkMaker:
                 for i in fitting
             ]
             texts = engine.complete(requests)
-        records: list[Record | None] = [None] * len(prompts)
         for i, text in zip(fitting, texts, strict=True):
             records[i] = Record(ids[i], text.token_ids, text.finish_reason, prompts[i].source)
         return records

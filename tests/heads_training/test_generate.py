@@ -131,6 +131,7 @@ class Said:
         self.answers = answers
 
     def complete(self, requests: Any) -> list[Completion]:
+        assert requests, "nothing is asked for"
         return [
             self.answers.pop(0) if request.temperature == 0 else Completion([50] * 60, "stop")
             for request in requests
