@@ -20,7 +20,9 @@ from heads_training.prompts import Prompt
 _SHORTEST_TURN = 12  # characters; shorter ones are openers the target left unfinished
 _SHORTEST_PASSAGE = 40  # characters
 _SECOND_TURN_TOKENS = 96
-_TEMPERATURE, _TOP_P = 1.0, 0.95  # of all that the target writes for its own prompts
+_TURN_TEMPERATURE = 1.0  # user turns are to differ
+_PASSAGE_TEMPERATURE = 0.7  # at 1.0 a small target writes no text that a task could be about
+_TOP_P = 0.95
 
 # (opener, weight, longest completion in tokens). The empty opener lets the target choose.
 OPENERS: tuple[tuple[str, int, int], ...] = (
@@ -94,6 +96,7 @@ def write_user_turns(
         engine,
         tokenizer,
         [(_encode(tokenizer, prefix + text), limit) for text, limit in openers],
+        _TURN_TEMPERATURE,
         (seed, "user"),
     )
     prompts: list[Prompt | None] = []
@@ -114,7 +117,7 @@ def write_tasks(
         for task in tasks
         for request in task.requests
     ]
-    texts = iter(_sample(engine, tokenizer, asked, (seed, "passage")))
+    texts = iter(_sample(engine, tokenizer, asked, _PASSAGE_TEMPERATURE, (seed, "passage")))
     prompts: list[Prompt | None] = []
     for task in tasks:
         passages = [next(texts).strip() for _ in task.requests]
@@ -138,7 +141,7 @@ def write_second_turns(
         (_encode(tokenizer, user_prefix(tokenizer, history)), _SECOND_TURN_TOKENS)
         for history in histories
     ]
-    texts = _sample(engine, tokenizer, asked, (seed, "second"))
+    texts = _sample(engine, tokenizer, asked, _TURN_TEMPERATURE, (seed, "second"))
     prompts: list[Prompt | None] = []
     for history, (prompt, _), completion in zip(histories, answered, texts, strict=True):
         text = completion.strip()
@@ -152,11 +155,12 @@ def _sample(
     engine: Engine,
     tokenizer: Any,
     asked: Sequence[tuple[list[int], int]],
+    temperature: float,
     seed: tuple[int | str, ...],
 ) -> list[str]:
     """Sampled text behind each (prompt ids, longest completion in tokens)."""
     requests = [
-        Request(ids, limit, _TEMPERATURE, _TOP_P, request_seed(*seed, i))
+        Request(ids, limit, temperature, _TOP_P, request_seed(*seed, i))
         for i, (ids, limit) in enumerate(asked)
     ]
     completions: list[Completion] = engine.complete(requests) if requests else []

@@ -64,7 +64,7 @@ def test_user_turns_stand_behind_the_prefix_and_their_opener() -> None:
     assert TOKENIZER.decode(engine.asked[0].prompt_ids) == user_prefix(TOKENIZER) + "Who "
     assert [r.max_tokens for r in engine.asked] == [32, 96, 64]
     assert len({r.seed for r in engine.asked}) == 3
-    assert all(r.temperature > 0 for r in engine.asked)
+    assert {r.temperature for r in engine.asked} == {1.0}
     assert write_user_turns(Scripted(lambda _: ""), TOKENIZER, openers, 5) == [None] * 3
 
 
@@ -102,7 +102,9 @@ def test_tasks_hold_the_passages_that_were_asked_for() -> None:
         asked.append(prompt)
         return f"This is passage number {len(asked)} of those that were written."
 
-    prompts = write_tasks(Scripted(say), TOKENIZER, tasks, seed=0)
+    engine = Scripted(say)
+    prompts = write_tasks(engine, TOKENIZER, tasks, seed=0)
+    assert {r.temperature for r in engine.asked} == {0.7}  # calmer than user turns
     number = 0
     for task, prompt in zip(tasks, prompts, strict=True):
         assert prompt is not None
