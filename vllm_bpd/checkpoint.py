@@ -2,11 +2,13 @@
 
 The format is documented in docs/checkpoint-format.md.
 
-Shape suffixes: F joint hidden size, E input size, K heads, D hidden size, V draft vocabulary.
+Shape suffixes: F joint hidden size, E input size, K heads, D hidden size, V draft vocabulary,
+P places of the block, W weights of a place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -22,13 +24,16 @@ from torch import Tensor
 from vllm_bpd.config import MODEL_TYPE, HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
+from vllm_bpd.lattice import NUM_WEIGHTS
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 HIDDEN_WEIGHT = "hidden_layer.weight"
 OUTPUT_WEIGHT = "output_layer.weight"
 DRAFT_TOKEN_IDS = "draft_token_ids"
+LATTICE_WEIGHTS = "lattice_weights"
 _FLOAT_DTYPES = {"F32", "F16", "BF16"}
+_OTHER_DTYPES = {DRAFT_TOKEN_IDS: {"I32"}, LATTICE_WEIGHTS: {"F32"}}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
@@ -40,6 +45,8 @@ def expected_tensors(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.draft_vocab_size is not None:
         shapes[DRAFT_TOKEN_IDS] = (config.draft_vocab_size,)
+    if config.lattice_places is not None:
+        shapes[LATTICE_WEIGHTS] = (config.lattice_places, NUM_WEIGHTS)
     return shapes
 
 
@@ -88,7 +95,7 @@ def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
                         f"{path}: {name}: found shape {tuple(found.get_shape())}; "
                         f"{CONFIG_FILE} says {shape}"
                     )
-                dtypes = {"I32"} if name == DRAFT_TOKEN_IDS else _FLOAT_DTYPES
+                dtypes = _OTHER_DTYPES.get(name, _FLOAT_DTYPES)
                 if found.get_dtype() not in dtypes:
                     raise HeadsError(
                         f"{path}: {name}: found dtype {found.get_dtype()}; "
@@ -96,6 +103,8 @@ def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
                     )
             if DRAFT_TOKEN_IDS in expected:
                 check_draft_token_ids(file.get_tensor(DRAFT_TOKEN_IDS), config, f"{path}: ")
+            if LATTICE_WEIGHTS in expected:
+                check_lattice_weights(file.get_tensor(LATTICE_WEIGHTS), config, f"{path}: ")
     except (SafetensorError, OSError) as error:
         raise HeadsError(f"{path}: not a readable safetensors file ({error})") from None
 
@@ -126,6 +135,25 @@ def check_draft_token_ids(ids_V: Tensor, config: HeadsConfig, where: str = "") -
         )
 
 
+def check_lattice_weights(weights_PW: Tensor, config: HeadsConfig, where: str = "") -> None:
+    """Weights must be finite, a row for each place. Raises HeadsError, beginning with `where`."""
+    expected = (config.lattice_places, NUM_WEIGHTS)
+    if tuple(weights_PW.shape) != expected:
+        raise HeadsError(
+            f"{where}{LATTICE_WEIGHTS}: found shape {tuple(weights_PW.shape)}; expected {expected}"
+        )
+    if not bool(weights_PW.isfinite().all()):
+        raise HeadsError(
+            f"{where}{LATTICE_WEIGHTS}: found values that are not finite; train them again"
+        )
+
+
+def load_lattice(folder: str | os.PathLike[str]) -> Tensor | None:
+    """Weights of the lattice of `folder`, float32 [P, W], or None if it has none."""
+    config = read_config(folder)
+    return load_tensors(folder, config).get(LATTICE_WEIGHTS)
+
+
 def load_heads(
     folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32
 ) -> tuple[BlockwiseHeads, Tensor | None]:
@@ -133,6 +161,7 @@ def load_heads(
     config = read_config(folder)
     tensors = load_tensors(folder, config)
     ids_V = tensors.pop(DRAFT_TOKEN_IDS, None)
+    tensors.pop(LATTICE_WEIGHTS, None)
     heads = BlockwiseHeads(config)
     heads.load_state_dict(tensors)
     return heads.to(dtype), None if ids_V is None else ids_V.long()
@@ -144,13 +173,16 @@ def save_heads(
     draft_token_ids_V: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     extra_files: dict[str, str] | None = None,
+    lattice_weights_PW: Tensor | None = None,
 ) -> None:
     """Write heads whole or not at all: an older checkpoint in `folder` survives any failure.
 
+    `lattice_weights_PW` (see `vllm_bpd.lattice`) decides the config's `lattice_places`.
     `extra_files` maps further file names (provenance, a README) to their text. Nothing else is
     left in `folder`. Raises HeadsError, before writing, if it holds anything but older heads.
     """
-    config = heads.config
+    places = None if lattice_weights_PW is None else len(lattice_weights_PW)
+    config = dataclasses.replace(heads.config, lattice_places=places)
     if (draft_token_ids_V is None) != (config.draft_vocab_size is None):
         raise HeadsError(
             "draft_token_ids: must be given exactly when the config has a draft_vocab_size "
@@ -160,6 +192,9 @@ def save_heads(
     if draft_token_ids_V is not None:
         check_draft_token_ids(draft_token_ids_V, config)
         tensors[DRAFT_TOKEN_IDS] = draft_token_ids_V.to("cpu", torch.int32).contiguous()
+    if lattice_weights_PW is not None:
+        check_lattice_weights(lattice_weights_PW, config)
+        tensors[LATTICE_WEIGHTS] = lattice_weights_PW.to("cpu", torch.float32).contiguous()
     target = Path(folder).resolve()  # what a link points to is replaced, not the link
     require_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,8 @@ class HeadsConfig:
     conditioning: Conditioning = "sampled_token"  # what joins the hidden state: nothing, or the
     # embedding of the token just sampled
     draft_vocab_size: int | None = None  # ids the heads score; None: the whole vocabulary
+    lattice_places: int | None = None  # places of the block that vllm_bpd.lattice has weights for,
+    # those behind the last head included; None: no lattice, each head's first choice is drafted
     format_version: int = FORMAT_VERSION  # of the checkpoint
 
     def __post_init__(self) -> None:
@@ -73,6 +75,13 @@ class HeadsConfig:
                     f"{name}: found {getattr(self, name)!r}; expected one of "
                     f"{', '.join(get_args(allowed))}"
                 )
+        if self.lattice_places is not None:
+            _require_positive_int("lattice_places", self.lattice_places)
+            if self.lattice_places < self.num_draft_heads:
+                raise HeadsError(
+                    f"lattice_places: found {self.lattice_places}; expected at least "
+                    f"num_draft_heads, {self.num_draft_heads}, or null"
+                )
         if self.draft_vocab_size is not None:
             _require_positive_int("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size > self.target.vocab_size:
@@ -95,6 +104,11 @@ class HeadsConfig:
     def joint_hidden_size(self) -> int:
         """Width of the joint hidden layer, (k - 1) * d_ff."""
         return self.num_draft_heads * self.head_hidden_size
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that can be drafted in one step, by heads and lattice together."""
+        return self.lattice_places or self.num_draft_heads
 
     @property
     def scored_vocab_size(self) -> int:

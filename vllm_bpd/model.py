@@ -1,6 +1,7 @@
 """The heads as a vLLM model: loaded by vLLM's own loader, sharded as its own layers are.
 
-Shape suffixes: B rows, D hidden size, K heads, N = B * K, V scored ids.
+Shape suffixes: B rows, D hidden size, K heads, N = B * K, V scored ids, M candidates of a head,
+P places of the block, F weights of a place.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from vllm_bpd.checkpoint import DRAFT_TOKEN_IDS, OUTPUT_WEIGHT, check_draft_token_ids
+from vllm_bpd.checkpoint import (
+    DRAFT_TOKEN_IDS,
+    LATTICE_WEIGHTS,
+    OUTPUT_WEIGHT,
+    check_draft_token_ids,
+    check_lattice_weights,
+)
 from vllm_bpd.config import HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
+from vllm_bpd.lattice import CANDIDATES
 from vllm_bpd.projection import DraftProjection, find_embedding
 
 
@@ -44,8 +52,10 @@ class BlockwiseHeadsModel(nn.Module):
             self.config,
             make_hidden=lambda size, out: _hidden_layer(size, out, shards, prefix),
             make_output=lambda size, out: _output_layer(size, out, shards, prefix),
-            num_heads=speculative.num_speculative_tokens,
+            num_heads=min(speculative.num_speculative_tokens, self.config.num_draft_heads),
         )
+        self.places: int = speculative.num_speculative_tokens
+        self.lattice_weights_PF: Tensor | None = None  # float32, on the host
         self.draft_token_ids_V: Tensor | None = None
         self.projection: DraftProjection | None = None
         self.embed: Callable[[Tensor], Tensor] | None = None
@@ -62,6 +72,10 @@ class BlockwiseHeadsModel(nn.Module):
                 check_draft_token_ids(tensor, self.config)
                 self.draft_token_ids_V = tensor.long()
                 continue
+            if name == LATTICE_WEIGHTS and self.config.lattice_places is not None:
+                check_lattice_weights(tensor, self.config)
+                self.lattice_weights_PF = tensor.float().cpu()[: self.places]
+                continue
             parameter = wanted.get(name)
             if parameter is None:
                 raise HeadsError(f"{name}: unused tensor; expected {', '.join(wanted)}")
@@ -72,6 +86,8 @@ class BlockwiseHeadsModel(nn.Module):
         missing = sorted(wanted.keys() - loaded)
         if self.config.draft_vocab_size is not None and self.draft_token_ids_V is None:
             missing.append(DRAFT_TOKEN_IDS)
+        if self.config.lattice_places is not None and self.lattice_weights_PF is None:
+            missing.append(LATTICE_WEIGHTS)
         if missing:
             raise HeadsError(f"{', '.join(missing)}: missing from the heads' weights")
         return {f"heads.{name}" for name in loaded}
@@ -89,12 +105,26 @@ class BlockwiseHeadsModel(nn.Module):
         of a tensor-parallel group must call it with the same B.
         """
         assert self.projection is not None, "bind() comes first"
-        embedding_BD = None
-        if self.embed is not None:
-            embedding_BD = self.embed(sampled_B)
-        states_BKD = self.heads(hidden_BD, embedding_BD)
+        states_BKD = self._head_states(hidden_BD, sampled_B)
         ids_N: Tensor = self.projection.top_tokens(states_BKD.flatten(0, 1))
         return ids_N.view(-1, self.heads.num_heads)
+
+    def candidates(self, hidden_BD: Tensor, sampled_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's most probable ids, int64 [B, K, M], and their log probabilities, float32.
+
+        Takes what `forward` takes, at the cost of `forward` and a selection.
+        """
+        assert self.projection is not None, "bind() comes first"
+        states_BKD = self._head_states(hidden_BD, sampled_B)
+        ids_NM, logp_NM = self.projection.top_candidates(states_BKD.flatten(0, 1), CANDIDATES)
+        shape = (-1, self.heads.num_heads, ids_NM.shape[1])
+        return ids_NM.view(shape), logp_NM.view(shape)
+
+    def _head_states(self, hidden_BD: Tensor, sampled_B: Tensor) -> Tensor:
+        embedding_BD = None
+        if self.embed is not None:
+from vllm_bpd.lattice import CANDIDATES
+from vllm_bpd.projection import DraftProjection, find_embedding
 
 
 @torch.inference_mode()

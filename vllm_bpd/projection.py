@@ -74,6 +74,36 @@ class DraftProjection:
             return ids_N
         return reduce_top(best_N, ids_N, self.lm_head.tp_size)
 
+    def top_candidates(self, states_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` best ids of each row, int64 [N, M], and their log probabilities, float32.
+
+        Best first; the same on every rank. Probabilities are over the scored ids. Where there are
+        fewer ids, id -1 of probability 0 fills up.
+        """
+        logits_NV, ids_V = self._local_logits(states_ND)
+        found = min(count, logits_NV.shape[1])
+        best_NM, column_NM = logits_NV.topk(found, dim=-1)
+        ids_NM = ids_V[column_NM]
+        if found < count:
+            best_NM = nn.functional.pad(best_NM, (0, count - found), value=-float("inf"))
+            ids_NM = nn.functional.pad(ids_NM, (0, count - found), value=-1)
+        total_N = logits_NV.logsumexp(-1)  # -inf for a rank that scores no id
+        if self.lm_head.tp_size > 1:
+            best_NM, ids_NM, total_N = reduce_candidates(
+                best_NM, ids_NM, total_N, self.lm_head.tp_size
+            )
+        return ids_NM, best_NM - total_N.unsqueeze(-1)
+
+    def _local_logits(self, states_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of this rank's ids, float32 [N, V], and the ids, int64 [V]; padding left out."""
+        if self.draft_ids_V is not None:
+            return self._draft_logits(states_ND).float(), self.draft_ids_V
+        shard = self.lm_head.shard_indices
+        start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        logits_NL = self.lm_head.quant_method.apply(self.lm_head, states_ND, bias=self.bias)
+        ids_V = torch.arange(start, end, device=states_ND.device)
+        return logits_NL[:, : end - start].float(), ids_V
+
     def _draft_logits(self, states_ND: Tensor) -> Tensor:
         """Scores of this rank's draft ids, [N, V]; scale and soft cap keep the order, so none."""
         if self.weight_VD is not None:
@@ -92,6 +122,23 @@ def reduce_top(best_N: Tensor, ids_N: Tensor, tp_size: int) -> Tensor:
     gathered = tensor_model_parallel_all_gather(pairs_N2, dim=-1).view(-1, tp_size, 2)
     winner = gathered[:, :, 0].argmax(dim=-1, keepdim=True)
     return gathered[:, :, 1].gather(-1, winner).squeeze(-1).to(torch.int64)
+
+
+def reduce_candidates(
+    best_NM: Tensor, ids_NM: Tensor, total_N: Tensor, tp_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The M best (value, id) of each row over all ranks, and the log of all their sum.
+
+    Float32 values [N, M], int64 ids [N, M], float32 totals [N] in and out. Equal values: the
+    lowest rank, hence the lowest id, first. Ids travel as float32, exact up to 2**24.
+    """
+    count = best_NM.shape[1]
+    packed = torch.cat([best_NM, ids_NM.float(), total_N.unsqueeze(1)], dim=-1)
+    ranks = tensor_model_parallel_all_gather(packed, dim=-1).view(-1, tp_size, 2 * count + 1)
+    values = ranks[:, :, :count].flatten(1)
+    order_NM = values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    ids = ranks[:, :, count : 2 * count].flatten(1).gather(-1, order_NM).to(torch.int64)
+    return values.gather(-1, order_NM), ids, ranks[:, :, -1].logsumexp(-1)
 
 
 def find_lm_head(target: nn.Module) -> Any:

@@ -1,19 +1,36 @@
-"""Model runner V1: drafts after bookkeeping, from the target's last hidden states.
+"""Model runner V1: drafts after bookkeeping, from the target's last hidden states and the text.
 
-Shape suffixes: R sampled rows, B requests that sampled, D hidden size, K drafts.
+Shape suffixes: R sampled rows, B requests that sampled, D hidden size, K drafts, T rows of the
+engine's token table, L its columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vllm_bpd.entry import METHOD
+from vllm_bpd.tally import Tally
+
+if TYPE_CHECKING:
+    from vllm_bpd.model import BlockwiseHeadsModel
 
 PROPOSER = "vllm_bpd.proposer.BpdProposer"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The engine's table of what each request of the batch says, prompt and answer."""
+
+    request_ids: Sequence[str]  # one a row
+    tokens_TL: NDArray[np.int32]
+    lengths_T: NDArray[np.int32]  # tokens of each row, those just sampled included
 
 
 class BpdProposer:
@@ -22,13 +39,27 @@ class BpdProposer:
     def __init__(self, vllm_config: Any) -> None:
         """Keep the config; weights come with `load_model`."""
         self.vllm_config = vllm_config
-        self.model: nn.Module | None = None
+        self.model: BlockwiseHeadsModel | None = None
+        self.tally = Tally()
 
+    @torch.inference_mode()
     def load_model(self, target: nn.Module) -> None:
         """Load the heads and bind them to the loaded `target`."""
         from vllm_bpd.model import load_heads_model
 
         self.model = load_heads_model(self.vllm_config, target)
+        if self.model.lattice_weights_PF is not None:
+            self._compile_lattice()
+
+    def _compile_lattice(self) -> None:
+        """Draft once for nobody, so that no request waits for the compiler (seconds)."""
+        assert self.model is not None
+        device = self.vllm_config.device_config.device
+        dtype = self.vllm_config.model_config.dtype
+        hidden_BD = torch.zeros(1, self.model.config.hidden_size, dtype=dtype, device=device)
+        texts = Texts(["none"], np.zeros((1, 2), np.int32), np.ones(1, np.int32))
+        sampled_B = torch.zeros(1, dtype=torch.int64, device=device)
+        self._draft_from_lattice([0], hidden_BD, sampled_B, self.model.places, texts)
 
     @torch.inference_mode()
     def propose(
@@ -37,13 +68,16 @@ class BpdProposer:
         sampled_states_RD: Tensor,
         num_draft_tokens: Sequence[int] | None,
         num_drafts: int,
+        texts: Texts,
     ) -> list[list[int]]:
         """Drafts for each request; none for one that sampled nothing (a prefill chunk).
 
         `sampled` holds the ids each request has just accepted and sampled; `num_draft_tokens`
-        how many drafts each had under verification (None: none had any).
+        how many drafts each had under verification (None: none had any). With a lattice, a
+        request has fewer drafts where more would not be accepted.
         """
         assert self.model is not None, "load_model() comes first"
+        self.tally.count_accepted(texts.request_ids, sampled)
         drafts: list[list[int]] = [[] for _ in sampled]
         rows = last_accepted_rows(sampled, num_draft_tokens)
         if not rows or num_drafts == 0:
@@ -51,10 +85,44 @@ class BpdProposer:
         device = sampled_states_RD.device
         hidden_BD = sampled_states_RD[torch.tensor(list(rows.values()), device=device)]
         last_B = torch.tensor([sampled[i][-1] for i in rows], device=device)
-        ids_BK = self.model(hidden_BD, last_B)[:, :num_drafts]
-        for i, ids in zip(rows, ids_BK.tolist(), strict=True):
+        if self.model.lattice_weights_PF is None:
+            ids_BK = self.model(hidden_BD, last_B)[:, :num_drafts]
+            for i, ids in zip(rows, ids_BK.tolist(), strict=True):
+                drafts[i] = ids
+            return drafts
+        blocks = self._draft_from_lattice(list(rows), hidden_BD, last_B, num_drafts, texts)
+        for i, (ids, from_context) in zip(rows, blocks, strict=True):
             drafts[i] = ids
+            self.tally.note_drafts(texts.request_ids[i], from_context)
         return drafts
+
+    def _draft_from_lattice(
+        self, requests: list[int], hidden_BD: Tensor, last_B: Tensor, num_drafts: int, texts: Texts
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Ids, and which came from the text, for each of `requests`; as few as are worth it."""
+        from vllm_bpd.lattice_host import draft_blocks
+
+        assert self.model is not None
+        assert self.model.lattice_weights_PF is not None
+        speculative = self.vllm_config.speculative_config
+        ids_BKM, logp_BKM = self.model.candidates(hidden_BD, last_B)
+        rows = np.array(requests)
+        ids_BP, counts_B, from_context_BP = draft_blocks(
+            texts.tokens_TL,
+            rows,
+            texts.lengths_T[rows].astype(np.int64),
+            ids_BKM.cpu().numpy(),
+            logp_BKM.cpu().numpy(),
+            self.model.lattice_weights_PF.numpy()[:num_drafts],
+            speculative.context_window if speculative.context_lookup else 0,
+            speculative.min_confidence,
+        )
+        return [
+            (ids[:count], from_context[:count])
+            for ids, count, from_context in zip(
+                ids_BP.tolist(), counts_B.tolist(), from_context_BP.tolist(), strict=True
+            )
+        ]
 
 
 def last_accepted_rows(
@@ -124,4 +192,9 @@ def propose_draft_token_ids(
         sample_hidden_states,
         num_draft_tokens,
         scheduler_output.num_spec_tokens_to_schedule,
+        Texts(
+            runner.input_batch.req_ids,
+            runner.input_batch.token_ids_cpu,
+            runner.input_batch.num_tokens_no_spec,
+        ),
     )

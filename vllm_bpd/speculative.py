@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
@@ -44,12 +45,24 @@ _OUR_FIELDS = {
 class BpdSpeculativeConfig(SpeculativeConfig):
     """Serve blockwise heads: `{"method": "bpd", "model": DIR_OR_HUB_ID}`.
 
-    `num_speculative_tokens` is the number of drafts, k - 1; it defaults to the heads in the
-    checkpoint and may be less.
+    `num_speculative_tokens` is the number of drafts, k - 1; it defaults to the most that the
+    checkpoint can draft and may be less. That is its heads, and with a lattice and
+    `context_lookup` the places behind them, where the request's own text goes on alone.
     """
 
     method: Literal["bpd"] = "bpd"
     """Always `bpd`."""
+
+    context_lookup: bool = True
+    """Also draft what followed earlier occurrences of a request's last words, in its own prompt and
+    answer. Needs heads with a lattice, as `bpd-train` makes them; without one it has no effect."""
+
+    context_window: int = Field(default=8192, ge=2)
+    """How many of a request's last tokens are searched. Bounds the cost for long contexts."""
+
+    min_confidence: float = Field(default=0.1, ge=0, lt=1)
+    """Drafts stop before the one that would be accepted with a lower probability than this. Saves
+    verification on model runner V1; V2 always verifies `num_speculative_tokens`."""
 
     if TYPE_CHECKING:  # the base class, and with it its fields, is Any
         num_speculative_tokens: int | None
@@ -71,9 +84,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         )
         self._take_heads(found)
         logger.info(
-            "bpd: %d of %d heads, %s (%s)",
+            "bpd: %d drafts a step, %d heads, context lookup %s, %s (%s)",
             self.num_speculative_tokens,
             found.config.num_draft_heads,
+            "on" if self.context_lookup and found.config.lattice_places else "off",
             found.source,
             found.folder,
         )
@@ -113,13 +127,16 @@ class BpdSpeculativeConfig(SpeculativeConfig):
 
     def _take_heads(self, found: FoundHeads) -> None:
         heads = found.config
+        most = heads.max_drafts if self.context_lookup else heads.num_draft_heads
         if self.num_speculative_tokens is None:
-            self.num_speculative_tokens = heads.num_draft_heads
-        elif self.num_speculative_tokens > heads.num_draft_heads:
+            self.num_speculative_tokens = most
+        elif self.num_speculative_tokens > most:
+            drafts = f"has {heads.num_draft_heads} heads"
+            if most > heads.num_draft_heads:
+                drafts += f" and a lattice of {most} places"
             raise HeadsError(
                 f"num_speculative_tokens: found {self.num_speculative_tokens}; the checkpoint in "
-                f"{found.folder} has {heads.num_draft_heads} heads; give at most that many, or "
-                "train more"
+                f"{found.folder} {drafts}; give at most {most}, or train more"
             )
         self._check_schedule()
         target = self.target_model_config

@@ -3,7 +3,7 @@
 Written after how the engine's parallel drafters do it (vllm/v1/worker/gpu/spec_decode/dflash).
 
 Shape suffixes: B requests (padded to the graph's size when replayed), T target tokens, D hidden
-size, K drafts.
+size, K drafts, L columns of the engine's token table, W columns of them searched.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_bpd.entry import METHOD
+from vllm_bpd.lattice import draft_block
 from vllm_bpd.model import BlockwiseHeadsModel, load_heads_model
 
 
@@ -26,9 +27,18 @@ class BpdSpeculator(DraftModelSpeculator):
 
     model: BlockwiseHeadsModel
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        """Reserve the buffers that a captured graph reads and writes."""
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        """Reserve the buffers that a captured graph reads and writes.
+
+        `req_states` is the runner's: what each request says, and how long it is.
+        """
         super().__init__(vllm_config, device)
+        self.req_states = req_states
+        self.slots_B = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self.lattice_weights_PF: Tensor | None = None
+        speculative = vllm_config.speculative_config
+        longest = min(speculative.context_window, vllm_config.model_config.max_model_len)
+        self.window_W = torch.arange(-longest, 0, device=device)
         self.hidden_BD = torch.zeros(
             self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device
         )
@@ -39,7 +49,10 @@ class BpdSpeculator(DraftModelSpeculator):
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
         """Load the heads and bind them to the target."""
-        return load_heads_model(self.vllm_config, target_model)
+        model = load_heads_model(self.vllm_config, target_model)
+        if model.lattice_weights_PF is not None:
+            self.lattice_weights_PF = model.lattice_weights_PF.to(self.device)
+        return model
 
     def set_attn(
         self,
@@ -67,6 +80,7 @@ class BpdSpeculator(DraftModelSpeculator):
         assert self.graphs is not None
         self.hidden_BD.zero_()
         self.sampled_B.zero_()
+        self.slots_B.zero_()
 
         def create_forward_fn(
             desc: BatchExecutionDescriptor, warmup: bool
@@ -78,9 +92,23 @@ class BpdSpeculator(DraftModelSpeculator):
 
     def _draft(self, num_reqs: int) -> None:
         """Fill the first `num_reqs` rows of `draft_tokens` from the same rows of the buffers."""
-        self.draft_tokens[:num_reqs] = self.model(
-            self.hidden_BD[:num_reqs], self.sampled_B[:num_reqs]
-        )
+        hidden_BD, sampled_B = self.hidden_BD[:num_reqs], self.sampled_B[:num_reqs]
+        if self.lattice_weights_PF is None:
+            self.draft_tokens[:num_reqs] = self.model(hidden_BD, sampled_B)
+            return
+        ids_BKM, logp_BKM = self.model.candidates(hidden_BD, sampled_B)
+        window_BW = self._windows(self.slots_B[:num_reqs])
+        block = draft_block(window_BW, ids_BKM, logp_BKM, self.lattice_weights_PF)
+        self.draft_tokens[:num_reqs] = block.ids_BP
+
+    def _windows(self, slots_B: Tensor) -> Tensor:
+        """The last tokens of each request, int32 [B, W], newest last, -1 before its first."""
+        if not self.speculative_config.context_lookup:
+            return torch.full((len(slots_B), 2), -1, dtype=torch.int32, device=self.device)
+        lengths_B = self.req_states.total_len.gpu[slots_B]
+        columns_BW = lengths_B.unsqueeze(1) + self.window_W
+        tokens_BW = self.req_states.all_token_ids.gpu[slots_B.unsqueeze(1), columns_BW.clamp(min=0)]
+        return torch.where(columns_BW >= 0, tokens_BW, -1)
 
     @torch.inference_mode()
     def propose(
@@ -114,7 +142,8 @@ class BpdSpeculator(DraftModelSpeculator):
         ends_B = input_batch.query_start_loc[1 : num_reqs + 1].long()
         rows_B = (ends_B - 1 - num_rejected[:num_reqs]).clamp_(min=0)
         torch.index_select(last_hidden_states, 0, rows_B, out=self.hidden_BD[:num_reqs])
-        sampled_B = last_sampled.view(-1)[input_batch.idx_mapping[:num_reqs]]
+        self.slots_B[:num_reqs] = input_batch.idx_mapping[:num_reqs]
+        sampled_B = last_sampled.view(-1)[self.slots_B[:num_reqs]]
         # A slot that never sampled may hold any value; the embedding needs an id.
         self.sampled_B[:num_reqs] = sampled_B.clamp(0, self.vocab_size - 1)
         graph = None if is_profile else self._graph_for(num_reqs)
@@ -138,5 +167,5 @@ def init_speculator(
 ) -> Any:
     """Build our speculator for method `bpd`; pass on for the others."""
     if vllm_config.speculative_config.method == METHOD:
-        return BpdSpeculator(vllm_config, device)
+        return BpdSpeculator(vllm_config, device, req_states)
     return original(vllm_config, device, req_states)
