@@ -61,13 +61,16 @@ def draft_block(
     logarithms, best first. Places behind the K-th have no head: the text alone speaks there.
     """
     places, heads = weights_PF.shape[0], head_ids_BKM.shape[1]
+    has_text_B = window_BW[:, -1] >= 0
     run_BC = match_runs(window_BW)
     ids: list[Tensor] = []
     confidence: list[Tensor] = []
     from_context: list[Tensor] = []
     for place in range(places):
         if place:
-            window_BW, run_BC = extend(window_BW, run_BC, ids[-1])
+            # Without a text, a row's own drafts are none to go on from either.
+            newest_B = torch.where(has_text_B, ids[-1], -1)
+            window_BW, run_BC = extend(window_BW, run_BC, newest_B)
         match_ids_BR, match_runs_BR = best_matches(window_BW, run_BC)
         head = min(place, heads - 1)
         place_ids_BM, place_logp_BM = head_ids_BKM[:, head], head_logp_BKM[:, head]
@@ -96,10 +99,10 @@ def match_runs(window_BW: Tensor) -> Tensor:
 
 
 def extend(window_BW: Tensor, run_BC: Tensor, newest_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The window with one more token, and its runs; both one column wider."""
+    """The window with one more token (-1: none), and its runs; both one column wider."""
     newest_B = newest_B.to(window_BW.dtype)
     longer_BC = nn.functional.pad(run_BC, (1, 0)).add_(1).clamp_(max=LONGEST_MATCH)
-    equal_BC = window_BW == newest_B.unsqueeze(1)
+    equal_BC = (window_BW == newest_B.unsqueeze(1)) & (newest_B >= 0).unsqueeze(1)
     return torch.cat([window_BW, newest_B.unsqueeze(1)], 1), longer_BC * equal_BC
 
 
