@@ -14,6 +14,7 @@ from vllm_bpd.checkpoint import save_heads
 from vllm_bpd.config import HeadsConfig, TargetFingerprint
 from vllm_bpd.fingerprint import read_fingerprint
 from vllm_bpd.heads import BlockwiseHeads
+from vllm_bpd.lattice import NUM_WEIGHTS
 
 HIDDEN = 16
 VOCAB = 48
@@ -47,6 +48,11 @@ def random_heads(config: HeadsConfig, seed: int = 0) -> BlockwiseHeads:
     """Heads whose weights are all drawn, the output layer too."""
     torch.manual_seed(seed)
     return BlockwiseHeads(config)
+
+
+def lattice_weights(places: int) -> Tensor:
+    """Weights of a lattice of `places` places, all drawn."""
+    return random_matrix(places, NUM_WEIGHTS, seed=3)
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -89,10 +95,11 @@ def write_target(
 
 
 def write_heads(folder: Path, target: Path, **changed: Any) -> Path:
-    """Write random heads for the target in folder `target`."""
+    """Write random heads for the target in folder `target`, with `lattice_places` a lattice too."""
     config = heads_config(**{"target": read_fingerprint(target)} | changed)
     ids_V = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-    save_heads(folder, random_heads(config), ids_V)
+    weights_PW = None if config.lattice_places is None else lattice_weights(config.lattice_places)
+    save_heads(folder, random_heads(config), ids_V, lattice_weights_PW=weights_PW)
     return folder
 
 

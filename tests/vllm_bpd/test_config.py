@@ -23,7 +23,9 @@ TARGET_REQUIRED = ["architecture", "num_hidden_layers", "hidden_size", "vocab_si
 
 def values() -> dict[str, Any]:
     """A config.json with every field given and different from its default."""
-    config = heads_config(activation="relu", conditioning="none", draft_vocab_size=7)
+    config = heads_config(
+        activation="relu", conditioning="none", draft_vocab_size=7, lattice_places=5
+    )
     return json.loads(json.dumps(config.to_dict()))  # type: ignore[no-any-return]
 
 
@@ -67,7 +69,9 @@ def test_the_hash_may_be_unknown() -> None:
     assert HeadsConfig.from_dict(given).target.lm_head_hash is None
 
 
-@pytest.mark.parametrize("name", ["num_draft_heads", "head_hidden_size", "draft_vocab_size"])
+@pytest.mark.parametrize(
+    "name", ["num_draft_heads", "head_hidden_size", "draft_vocab_size", "lattice_places"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, "3", True, [3]])
 def test_sizes_are_whole_positive_numbers(name: str, value: Any) -> None:
     message = refusal(values() | {name: value})
@@ -167,6 +171,19 @@ def test_the_draft_vocabulary_fits_into_the_targets() -> None:
     )
 
 
+@pytest.mark.parametrize(("places", "most"), [(None, 3), (3, 3), (8, 8)])
+def test_a_lattice_drafts_at_least_as_much_as_the_heads(places: int | None, most: int) -> None:
+    assert heads_config(lattice_places=places).max_drafts == most
+
+
+def test_a_lattice_of_fewer_places_than_heads_is_refused() -> None:
+    with pytest.raises(HeadsError) as caught:
+        heads_config(lattice_places=2)
+    assert one_line(caught.value) == (
+        "lattice_places: found 2; expected at least num_draft_heads, 3, or null"
+    )
+
+
 @pytest.mark.parametrize(("conditioning", "size"), [("none", 16), ("sampled_token", 32)])
 def test_sizes_follow_from_the_fields(conditioning: str, size: int) -> None:
     config = heads_config(conditioning=conditioning)
@@ -186,12 +203,14 @@ def test_every_valid_config_survives_json(
     heads: int, width: int, vocab: int, activation: str, conditioning: str, data: st.DataObject
 ) -> None:
     draft = data.draw(st.none() | st.integers(1, vocab))
+    places = data.draw(st.none() | st.integers(heads, 128))
     config = heads_config(
         num_draft_heads=heads,
         head_hidden_size=width,
         activation=activation,
         conditioning=conditioning,
         draft_vocab_size=draft,
+        lattice_places=places,
         target=fingerprint(vocab_size=vocab),
     )
     assert HeadsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
