@@ -221,28 +221,31 @@ def lm_head_for(matrix_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> 
     return loaded(head)
 
 
-def top_tokens(
+def projected(
     matrix_VD: torch.Tensor,
     states_ND: torch.Tensor,
     ids_V: torch.Tensor | None,
     bias_V: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What the projection chooses on this rank."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the projection chooses on this rank: the best ids, and candidates with probabilities."""
     from torch import nn
 
+    from vllm_bpd.lattice import CANDIDATES
     from vllm_bpd.projection import DraftProjection
 
     target = nn.Module()
     target.lm_head = lm_head_for(matrix_VD, bias_V)
-    return DraftProjection(target, ids_V).top_tokens(states_ND).clone()
+    projection = DraftProjection(target, ids_V)
+    ids_NM, logp_NM = projection.top_candidates(states_ND, CANDIDATES)
+    return projection.top_tokens(states_ND).clone(), ids_NM.clone(), logp_NM.clone()
 
 
-def top_tokens_on_rank(
+def projected_on_rank(
     rank: int, size: int, folder: str, cases: list[tuple[Any, ...]]
-) -> list[torch.Tensor]:
-    """`top_tokens` of every case on one rank of a group."""
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`projected` of every case on one rank of a group."""
     join_group(rank, size, folder)
-    return [top_tokens(*case) for case in cases]
+    return [projected(*case) for case in cases]
 
 
 def head_states_on_rank(

@@ -1,4 +1,7 @@
-"""Which ids the projection chooses, on one rank and on two, against a plain argmax."""
+"""Which ids the projection chooses, on one rank and on two, against a plain argmax.
+
+And its candidates with their log probabilities, against a plain softmax.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tests.vllm_bpd.fresh import run_fresh, top_tokens_on_rank
+from tests.vllm_bpd.fresh import projected_on_rank, run_fresh
 from vllm_bpd.errors import HeadsError
+from vllm_bpd.lattice import CANDIDATES
 from vllm_bpd.projection import DraftProjection, find_embedding, find_lm_head
 
 ROWS, HIDDEN = 24, 16
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Found = dict[tuple[str, int], list[tuple[Tensor, Tensor, Tensor]]]
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
@@ -74,28 +79,34 @@ CASES: dict[str, Case] = {
 }
 
 
-def by_argmax(matrix_VD: Tensor, states_ND: Tensor, ids_V: Tensor | None, bias_V: Any) -> list[int]:
-    """The lowest of the best ids, from all scores at once."""
+def all_scores(
+    matrix_VD: Tensor, states_ND: Tensor, ids_V: Tensor | None, bias_V: Any
+) -> tuple[Tensor, Tensor]:
+    """Scores of all ids that may be drafted, float64 [N, V], and the ids, int64 [V]."""
     scores_NV = states_ND.double() @ matrix_VD.double().T
     if bias_V is not None:
         scores_NV += bias_V.double()
     if ids_V is None:
         ids_V = torch.arange(matrix_VD.shape[0])
-    return [int(ids_V[row.eq(row.max()).nonzero()[0]]) for row in scores_NV[:, ids_V]]
+    return scores_NV[:, ids_V], ids_V
+
+
+def by_argmax(matrix_VD: Tensor, states_ND: Tensor, ids_V: Tensor | None, bias_V: Any) -> list[int]:
+    """The lowest of the best ids, from all scores at once."""
+    scores_NV, ids_V = all_scores(matrix_VD, states_ND, ids_V, bias_V)
+    return [int(ids_V[row.eq(row.max()).nonzero()[0]]) for row in scores_NV]
 
 
 @pytest.fixture(scope="module")
-def chosen(
-    fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, int], list[Tensor]]:
+def chosen(fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank chooses, by case and number of ranks."""
-    found: dict[tuple[str, int], list[Tensor]] = {}
+    found: Found = {}
     for size in (1, 2):
         folder = str(tmp_path_factory.mktemp("group"))
         everything = list(CASES.values())
         ranks = run_fresh(
             fresh_process,
-            top_tokens_on_rank,
+            projected_on_rank,
             *[(rank, size, folder, everything) for rank in range(size)],
         )
         for name, *ids in zip(CASES, *ranks, strict=True):
@@ -105,13 +116,48 @@ def chosen(
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_chooses_what_a_plain_argmax_does(
-    chosen: dict[tuple[str, int], list[Tensor]], name: str, size: int
-) -> None:
+def test_every_rank_chooses_what_a_plain_argmax_does(chosen: Found, name: str, size: int) -> None:
     assert len(chosen[name, size]) == size
-    for ids_N in chosen[name, size]:
+    for ids_N, _, _ in chosen[name, size]:
         assert ids_N.dtype == torch.int64
         assert ids_N.tolist() == by_argmax(*CASES[name])
+
+
+def check_candidates(ids_NM: Tensor, logp_NM: Tensor, scores_NV: Tensor, ids_V: Tensor) -> None:
+    """Against a plain softmax; which of equal ids is named is free, how probable they are not."""
+    assert (ids_NM.dtype, logp_NM.dtype) == (torch.int64, torch.float32)
+    assert ids_NM.shape == logp_NM.shape == (len(scores_NV), CANDIDATES)
+    real = min(CANDIDATES, len(ids_V))
+    assert bool((ids_NM[:, real:] == -1).all())
+    assert bool((logp_NM[:, real:] == -torch.inf).all())
+    column = {int(token): i for i, token in enumerate(ids_V)}
+    for row, logp_V in enumerate(scores_NV.log_softmax(-1)):
+        best = logp_V.sort(descending=True).values[:real]
+        torch.testing.assert_close(logp_NM[row, :real].double(), best, rtol=1e-6, atol=1e-4)
+        names = ids_NM[row, :real].tolist()
+        assert len(set(names)) == real
+        # Each named id has the probability beside it, so without ties it is the one expected.
+        assert torch.equal(logp_V[[column[token] for token in names]], best)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_has_the_candidates_of_a_plain_softmax(
+    chosen: Found, name: str, size: int
+) -> None:
+    for _, ids_NM, logp_NM in chosen[name, size]:
+        check_candidates(ids_NM, logp_NM, *all_scores(*CASES[name]))
+        assert torch.equal(ids_NM, chosen[name, size][0][1])
+        assert torch.equal(logp_NM, chosen[name, size][0][2])
+
+
+def test_the_cases_have_ties_and_none_among_their_candidates() -> None:
+    different = [
+        int((scores_NV.topk(CANDIDATES).values.diff(dim=1) < 0).all(1).sum())
+        for scores_NV, ids_V in (all_scores(*each) for each in CASES.values())
+        if len(ids_V) >= CANDIDATES
+    ]
+    assert 0 < sum(different) < len(different) * ROWS
 
 
 @pytest.mark.parametrize(
@@ -166,6 +212,26 @@ def test_a_quantised_lm_head_is_called_through_its_own_method(bias: bool) -> Non
     real_bias = None if bias_L is None else bias_L[:6]
     expected = by_argmax(matrix_LD[:6], states_ND, torch.tensor([1, 2, 5]), real_bias)
     assert projection.top_tokens(states_ND).tolist() == expected
+    drafted = all_scores(matrix_LD[:6], states_ND, torch.tensor([1, 2, 5]), real_bias)
+    check_candidates(*projection.top_candidates(states_ND, CANDIDATES), *drafted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_padding_of_a_quantised_lm_head_is_no_candidate(bias: bool) -> None:
+    matrix_LD = whole_numbers(24, HIDDEN, seed=3)
+    matrix_LD[20:] = 1e4
+    bias_L = 9 * whole_numbers(24, seed=5) if bias else None
+    target = nn.Module()
+    shard = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=20)
+    target.lm_head = head(
+        quant_method=Quantised(matrix_LD), bias=bias_L, shard_indices=shard, org_vocab_size=20
+    )
+    with set_current_vllm_config(VllmConfig()):
+        projection = DraftProjection(target, None)
+    states_ND = whole_numbers(ROWS, HIDDEN, seed=4)
+    real_bias = None if bias_L is None else bias_L[:20]
+    scored = all_scores(matrix_LD[:20], states_ND, None, real_bias)
+    check_candidates(*projection.top_candidates(states_ND, CANDIDATES), *scored)
 
 
 @pytest.mark.parametrize("kind", [UnquantizedLinearMethod, UnquantizedEmbeddingMethod])
