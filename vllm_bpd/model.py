@@ -123,8 +123,9 @@ class BlockwiseHeadsModel(nn.Module):
     def _head_states(self, hidden_BD: Tensor, sampled_B: Tensor) -> Tensor:
         embedding_BD = None
         if self.embed is not None:
-from vllm_bpd.lattice import CANDIDATES
-from vllm_bpd.projection import DraftProjection, find_embedding
+            embedding_BD = self.embed(sampled_B)
+        states_BKD: Tensor = self.heads(hidden_BD, embedding_BD)
+        return states_BKD
 
 
 @torch.inference_mode()

@@ -91,6 +91,13 @@ RUNNERS = (
         "on a CPU top_k alone fails in a step without drafts",
     ),
     Patch(
+        "vllm.triton_utils.dispatcher",
+        "register_kernels",
+        "(overrides)",
+        "vllm_bpd.proposer:register_kernels",
+        "on a CPU it looks into every module and fails on numba's, once something was drafted",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_runner",
         "init_speculator",
         "(vllm_config, device, req_states)",

@@ -6,6 +6,7 @@ engine's token table, L its columns.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_bpd.model import BlockwiseHeadsModel
 
 PROPOSER = "vllm_bpd.proposer.BpdProposer"
+_LLVMLITE_HANDLE = "llvmlite.binding.ffi"  # the module that holds it
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,20 @@ def init_runner(original: Callable[..., None], runner: Any, vllm_config: Any, de
         original(runner, vllm_config, device)
     finally:
         speculative.method, speculative.model = METHOD, heads
+
+
+def register_kernels(original: Callable[..., None], overrides: Any) -> None:
+    """Let a second engine start in a process where numba is loaded (by us, or by `ngram`).
+
+    The engine asks `vars(value).get` of every value in every module; llvmlite's library handle
+    answers any attribute with a C function.
+    """
+    handle = sys.modules.pop(_LLVMLITE_HANDLE, None)
+    try:
+        original(overrides)
+    finally:
+        if handle is not None:
+            sys.modules[_LLVMLITE_HANDLE] = handle
 
 
 def propose_draft_token_ids(

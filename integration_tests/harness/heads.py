@@ -8,10 +8,13 @@ from typing import Any
 HEAD_HIDDEN = 24
 
 
-def write_heads(target: Path, directory: Path, num_heads: int, **config: Any) -> Path:
+def write_heads(
+    target: Path, directory: Path, num_heads: int, places: int | None = None, **config: Any
+) -> Path:
     """Write random heads for the target checkpoint `target`; `config` are further config fields.
 
-    With `draft_vocab_size`, the ids scored are every other one from 1 on.
+    With `draft_vocab_size`, the ids scored are every other one from 1 on. With `places`, they have
+    a lattice of that many places, whose weights trust longer matches more.
     """
     import torch
 
@@ -26,5 +29,11 @@ def write_heads(target: Path, directory: Path, num_heads: int, **config: Any) ->
     ids = None
     if made.draft_vocab_size is not None:
         ids = torch.arange(made.draft_vocab_size) * 2 + 1
-    save_heads(directory, BlockwiseHeads(made), ids, dtype=torch.float32)
+    lattice = None
+    if places is not None:
+        from heads_training.lattice_fit import initial_weights
+
+        lattice = initial_weights().repeat(places, 1)
+    heads = BlockwiseHeads(made)
+    save_heads(directory, heads, ids, dtype=torch.float32, lattice_weights_PW=lattice)
     return directory
