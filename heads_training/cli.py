@@ -88,9 +88,9 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
 def run(command: str, recipe: Recipe, command_line: str) -> None:
     """Run one command. Raises HeadsError, before any work, for a target that is not there."""
     from heads_training import pipeline
+    from heads_training.evaluate import format_report
     from heads_training.export import export_checkpoint
     from heads_training.target import resolve_target
-    from heads_training.walk import format_table
 
     resolve_target(recipe.target)
     if command in ("all", "generate"):
@@ -99,12 +99,12 @@ def run(command: str, recipe: Recipe, command_line: str) -> None:
     if command in ("all", "train"):
         report = pipeline.train_checkpoint(recipe, command_line)
         if report is not None:
-            print(format_table(report))
+            print(format_report(report))
             print(f"{recipe.output}: heads written; {recipe.plot_path}: their evaluation")
     if command == "export":
         print(f"{recipe.output}: exported from {export_checkpoint(recipe, command_line)}")
     if command == "evaluate":
-        print(format_table(pipeline.evaluate_checkpoint(recipe)))
+        print(format_report(pipeline.evaluate_checkpoint(recipe)))
         print(f"{recipe.report_path}, {recipe.plot_path}: written")
 
 

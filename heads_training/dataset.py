@@ -132,6 +132,19 @@ def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
     return (~held_out_T).nonzero().flatten(), held_out_T.nonzero().flatten()
 
 
+def split_held_out(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
+    """Held-out rows (int64) to calibrate the lattice on, and those to report figures on.
+
+    Half and half by prompt; where one half would be empty, both are all of them.
+    """
+    held_out_T = split_rows(texts, validation)[1]
+    first_T = split_rows(texts, validation / 2)[1]
+    second_T = held_out_T[~torch.isin(held_out_T, first_T)]
+    if not len(first_T) or not len(second_T):
+        return held_out_T, held_out_T
+    return first_T, second_T
+
+
 def draft_vocabulary(sampled_T: Tensor, size: int, vocab_size: int) -> Tensor:
     """The `size` most frequent ids of `sampled_T`, int64 [V], ascending; ties: lowest id first.
 

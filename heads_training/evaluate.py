@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from heads_training.dataset import Texts, coverage, read_texts, split_rows
+from heads_training.dataset import Texts, coverage, read_texts, split_held_out
 from heads_training.hidden_states import write_states
+from heads_training.lattice_fit import draft_rows, make_lattice
+from heads_training.lattice_walk import format_lattice, lattice_report
 from heads_training.target import TargetRows, read_rows
-from heads_training.walk import match_rows, walk_report
-from vllm_bpd.checkpoint import load_heads
+from heads_training.walk import format_table, match_rows, walk_report
+from vllm_bpd.checkpoint import load_heads, load_lattice
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import explain_mismatch
 
@@ -22,7 +24,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Report of the walk over the answers of `answers`, in bf16 as served.
 
-    All of them, or those that training with the share `held_out` (0..1) leaves out. Writes the
+    All of them, or those that training with the share `held_out` (0..1) reports on. Writes the
     answers' hidden states to `states` if they are not there yet. Raises HeadsError for bad input,
     or heads of another target.
     """
@@ -31,7 +33,7 @@ def evaluate(
     texts = read_texts(shards, heads.config.num_draft_heads)
     rows_T = torch.arange(texts.rows)
     if held_out is not None:
-        rows_T = split_rows(texts, held_out)[1]
+        rows_T = split_held_out(texts, held_out)[1]
         if not len(rows_T):
             raise HeadsError(
                 f"validation: the share {held_out} of {len(texts.prompts)} answers holds none "
@@ -57,7 +59,19 @@ def evaluate_rows(
     )
     records = set(texts.record_T[rows_T].tolist())
     report["loops"] = sum(texts.loops[i] for i in records)
+    weights_PF = load_lattice(heads_folder)
+    if weights_PF is not None:
+        rows = make_lattice(heads, texts, rows_T, target, draft_ids_V, len(weights_PF))
+        report["with_own_text"] = lattice_report(draft_rows(rows, weights_PF), texts, rows_T)
     return report
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as text, in one or two tables."""
+    text = format_table(report)
+    if "with_own_text" in report:
+        text += "\n\n" + format_lattice(report["with_own_text"])
+    return text
 
 
 def write_json(path: Path, values: object) -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import vllm_bpd.lattice as lattice
 from heads_training.dataset import Texts
 from heads_training.target import TargetRows
 from heads_training.walk import frozen_rows
-from vllm_bpd import lattice
 from vllm_bpd.heads import BlockwiseHeads
 
 _ROWS_AT_ONCE = 1024  # rows scored together; bounds memory
@@ -103,9 +103,11 @@ def head_candidates(
     return joined(ids), joined(logp)
 
 
-def right_tokens(prompt_ids: Tensor, answer_ids: Tensor, places: int) -> Tensor:
-    """int64 [N, P]: the target's token at each place of the block drafted at each row; -1: none."""
-    del prompt_ids
+def right_tokens(answer_ids: Tensor, places: int) -> Tensor:
+    """int64 [N, P]: the target's token at each place of the block drafted at each row; -1: none.
+
+    Row 0 is the state that the answer's first token was sampled from.
+    """
     ends_N = nn.functional.pad(answer_ids, (0, places), value=-1)
     return torch.stack([ends_N[1 + p : 1 + p + len(answer_ids)] for p in range(places)], 1)
 
@@ -113,21 +115,27 @@ def right_tokens(prompt_ids: Tensor, answer_ids: Tensor, places: int) -> Tensor:
 def make_lattice(
     heads: BlockwiseHeads,
     texts: Texts,
-    ids: list[tuple[Tensor, Tensor]],
     rows_T: Tensor,
     target: TargetRows,
     draft_ids_V: Tensor | None,
     places: int,
 ) -> Lattice:
-    """Candidates at `rows_T`, whole answers in order; `ids` are their (prompt, answer) ids."""
+    """Candidates at `rows_T`, which are whole answers in order. Computes in the heads' dtype."""
     head_ids_TKM, head_logp_TKM = head_candidates(heads, texts, rows_T, target, draft_ids_V)
-    matches = [text_matches(prompt, answer) for prompt, answer in ids]
-    right = [right_tokens(prompt, answer, places) for prompt, answer in ids]
+    match_ids, match_runs, right = [], [], []
+    for record in texts.record_T[rows_T].unique_consecutive().tolist():
+        ids_N = texts.ids[record].long()
+        length = int(texts.answer_lengths_R[record])
+        prompt_ids, answer_ids = ids_N[:-length], ids_N[-length:]
+        ids_NR, runs_NR = text_matches(prompt_ids, answer_ids)
+        match_ids.append(ids_NR)
+        match_runs.append(runs_NR)
+        right.append(right_tokens(answer_ids, places))
     return Lattice(
         head_ids_TKM,
         head_logp_TKM,
-        torch.cat([found for found, _ in matches]),
-        torch.cat([runs for _, runs in matches]),
+        torch.cat(match_ids),
+        torch.cat(match_runs),
         torch.cat(right),
     )
 
@@ -175,6 +183,12 @@ class Drafted:
     match_TP: Tensor  # bool, the draft is the target's token
     confidence_TP: Tensor  # float32, 0..1
     from_context_TP: Tensor  # bool
+
+    def at(self, rows_T: Tensor) -> Drafted:
+        """The drafts at some rows: indices, or a bool for each."""
+        return Drafted(
+            self.match_TP[rows_T], self.confidence_TP[rows_T], self.from_context_TP[rows_T]
+        )
 
     def kept(self, min_confidence: float) -> Tensor:
         """bool [T, P]: drafts before the one at which confidence falls below the threshold."""

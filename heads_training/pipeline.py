@@ -8,17 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heads_training.dataset import Texts, describe, read_texts
+import torch
+from torch import Tensor
+
+from heads_training.dataset import Texts, describe, read_texts, split_held_out
 from heads_training.evaluate import evaluate, evaluate_rows, write_json
 from heads_training.generate import GenerateConfig, generate
 from heads_training.hidden_states import write_states
+from heads_training.lattice_fit import fit_weights, make_lattice
 from heads_training.plot import check_plot_path, write_plot
 from heads_training.processes import main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
 from heads_training.recipe import Recipe
 from heads_training.target import read_rows, resolve_target
 from heads_training.train import Trained, TrainingData, prepare, train
-from vllm_bpd.checkpoint import require_replaceable, save_heads
+from vllm_bpd.checkpoint import load_heads, require_replaceable, save_heads
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +78,29 @@ def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:
         return None
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.
     save_heads(recipe.output, trained.heads, data.draft_ids_V)
-    report = evaluate_rows(
-        recipe.output, trained.target, _own_texts(recipe, data, trained), data.held_out_T
+    texts = _own_texts(recipe, data, trained)
+    calibrate_T, report_T = split_held_out(texts, recipe.train.validation)
+    weights_PW = _fit_lattice(recipe, trained, texts, calibrate_T)
+    save_heads(recipe.output, trained.heads, data.draft_ids_V, lattice_weights_PW=weights_PW)
+    report = evaluate_rows(recipe.output, trained.target, texts, report_T)
+    save_heads(
+        recipe.output,
+        trained.heads,
+        data.draft_ids_V,
+        extra_files={PROVENANCE_FILE: provenance(command, recipe, data, trained, report)},
+        lattice_weights_PW=weights_PW,
     )
-    text = provenance(command, recipe, data, trained, report)
-    save_heads(recipe.output, trained.heads, data.draft_ids_V, extra_files={PROVENANCE_FILE: text})
     return _write_report(recipe, report)
+
+
+def _fit_lattice(recipe: Recipe, trained: Trained, texts: Texts, rows_T: Tensor) -> Tensor | None:
+    """Weights of the lattice, float32 [P, W], for the heads as stored in `recipe.output`."""
+    if not recipe.train.lattice_places:
+        return None
+    places = max(recipe.train.lattice_places, recipe.train.num_draft_heads)
+    heads, draft_ids_V = load_heads(recipe.output, torch.bfloat16)
+    rows = make_lattice(heads, texts, rows_T, trained.target, draft_ids_V, places)
+    return fit_weights(rows, places)
 
 
 def _own_texts(recipe: Recipe, data: TrainingData, trained: Trained) -> Texts:

@@ -30,6 +30,9 @@ class TrainConfig:
     activation: Annotated[Activation, "between the two layers"] = "silu"
     conditioning: Annotated[Conditioning, "what heads read beside the state"] = "sampled_token"
     draft_vocab_size: Annotated[int, "ids that heads score; 0: the whole vocabulary"] = 8192
+    lattice_places: Annotated[
+        int, "most drafts a step where the request's own text helps the heads; 0: heads alone"
+    ] = 8
     head_loss: Annotated[
         HeadLoss, "random: one of the losses drawn each step, as in the paper; mean; weighted"
     ] = "weighted"
@@ -84,7 +87,7 @@ class TrainConfig:
         for name in ("learning_rate", "base_learning_rate", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected more than 0")
-        for name in ("draft_vocab_size", "weight_decay", "ray_workers"):
+        for name in ("draft_vocab_size", "lattice_places", "weight_decay", "ray_workers"):
             if getattr(self, name) < 0:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 0")
 
@@ -92,4 +95,5 @@ class TrainConfig:
         """The fields that a training state must share with the run that goes on from it."""
         values = asdict(self)
         del values["tuned_target"], values["ray_workers"]  # where, not what
+        del values["lattice_places"]  # fitted when the heads are done
         return values
