@@ -15,7 +15,7 @@ from heads_training.train import TrainConfig
 from tests.heads_training.tiny_chat import write_chat_target
 from vllm_bpd.checkpoint import read_config
 
-_OWN_IMPORTS = {"config", "heads", "checkpoint", "fingerprint", "errors"}
+_OWN_IMPORTS = {"config", "heads", "checkpoint", "fingerprint", "errors", "lattice"}
 
 
 def test_train_and_evaluate(
