@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from heads_training.evaluate import evaluate
+from heads_training.lattice_walk import THRESHOLDS, threshold_key
 from heads_training.records import Record, write_records
 
 
@@ -28,7 +29,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSONL (default: the demo's prompts)")
     parser.add_argument("--target", help="model folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
-    parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: all heads)")
+    parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: the most)")
+    parser.add_argument(
+        "--min-confidence", type=float, choices=THRESHOLDS, default=0.1, help="where drafts end"
+    )
+    parser.add_argument(
+        "--context-lookup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let the request's own text help the heads",
+    )
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once")
     parser.add_argument(
@@ -48,7 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
     from vllm_bpd.demo_target import export_demo_target
 
     target = arguments.target or str(export_demo_target())
-    speculative: dict[str, Any] = {"method": "bpd"}
+    speculative: dict[str, Any] = {
+        "method": "bpd",
+        "min_confidence": arguments.min_confidence,
+        "context_lookup": arguments.context_lookup,
+    }
     if arguments.heads:
         speculative["model"] = arguments.heads
     if arguments.drafts:
@@ -78,11 +92,14 @@ def run(arguments: argparse.Namespace) -> None:
     rows["all"] = _total(list(rows.values()))
     for row in rows.values():
         row["mean_accepted_block"] = 1 + row["num_accepted_tokens"] / row["num_drafts"]
+        # A request's first token comes from its prompt; steps without drafts are no drafts.
+        stepped = row["tokens"] - row["prompts"]
+        row["tokens_per_step"] = stepped / (stepped - row["num_accepted_tokens"])
+        row["accepted_per_draft_token"] = row["num_accepted_tokens"] / row["num_draft_tokens"]
     if arguments.walk:
         chosen = llm.llm_engine.vllm_config.speculative_config
-        heads, k = Path(chosen.model), chosen.num_speculative_tokens + 1
         llm.llm_engine.engine_core.shutdown()  # its memory is needed
-        for category, k_hat in walked(heads, target, records, k).items():
+        for category, k_hat in walked(chosen, target, records).items():
             rows[category]["walk"] = k_hat
             rows[category]["walk_over_served"] = k_hat / rows[category]["mean_accepted_block"]
     print(format_rows(rows))
@@ -90,14 +107,19 @@ def run(arguments: argparse.Namespace) -> None:
         write_results(arguments.output, vars(arguments), rows)
 
 
-def walked(heads: Path, target: str, records: list[Record], k: int) -> dict[str, float]:
-    """Mean accepted block with block size `k` by category and of all, by the exact walk."""
+def walked(speculative: Any, target: str, records: list[Record]) -> dict[str, float]:
+    """Mean accepted block by category and of all, by the exact walk, drafting as was served."""
+    heads, k = Path(speculative.model), str(speculative.num_speculative_tokens + 1)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.jsonl"
         write_records(answers, records)
         report = evaluate(heads, target, answers, Path(folder) / "states")
-    found = {name: row["k_hat_by_k"][str(k)] for name, row in report["by_source"].items()}
-    return {**found, "all": report["by_k"][str(k)]["k_hat"]}
+    if "with_own_text" in report and speculative.context_lookup:
+        rows = report["with_own_text"][threshold_key(speculative.min_confidence)]
+        found = {name: by_k[k]["k_hat"] for name, by_k in rows["by_group"].items()}
+        return {**found, "all": rows["by_k"][k]["k_hat"]}
+    found = {name: row["k_hat_by_k"][k] for name, row in report["by_source"].items()}
+    return {**found, "all": report["by_k"][k]["k_hat"]}
 
 
 def _record(output: Any, category: str) -> Record:
@@ -110,8 +132,8 @@ def _record(output: Any, category: str) -> Record:
 def format_rows(rows: dict[str, dict[str, Any]]) -> str:
     """The table: a line a category."""
     lines = [
-        f"{'category':<16}{'prompts':>8}{'tokens':>8}{'served':>8}{'walk':>7}{'ratio':>7}"
-        "  acceptance by position"
+        f"{'category':<16}{'prompts':>8}{'tokens':>8}{'a step':>8}{'k-hat':>8}{'walk':>7}"
+        f"{'ratio':>7}  acceptance by position"
     ]
     for category, row in rows.items():
         shares = " ".join(f"{n / row['num_drafts']:.3f}" for n in row["accepted_per_position"])
@@ -119,7 +141,7 @@ def format_rows(rows: dict[str, dict[str, Any]]) -> str:
             f"{row['walk']:>7.3f}{row['walk_over_served']:>7.3f}" if "walk" in row else f"{'':>14}"
         )
         lines.append(
-            f"{category:<16}{row['prompts']:>8}{row['tokens']:>8}"
+            f"{category:<16}{row['prompts']:>8}{row['tokens']:>8}{row['tokens_per_step']:>8.3f}"
             f"{row['mean_accepted_block']:>8.3f}{walk}  {shares}"
         )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """The exact walk with the request's own text beside the heads: figures for every k and threshold.
 
-As `heads_training.walk`, and a draft may end early: where confidence falls below a threshold, or
-where neither heads nor text suggest anything.
+As `heads_training.walk`, and a draft may end early, or be empty: where confidence falls below a
+threshold, or where neither heads nor text suggest anything. vLLM counts a step without drafts as
+no draft, so k-hat = 1 + accepted / drafts speaks of the others; tokens per step, of all.
 
 Shape suffixes: T rows (answer tokens), P places of the block.
 """
@@ -21,18 +22,25 @@ from heads_training.walk import WalkCounts
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3)  # values of `min_confidence` that are reported
 
 
+def threshold_key(min_confidence: float) -> str:
+    """The report's key for a threshold."""
+    return f"min_confidence {min_confidence}"
+
+
 @dataclass
 class LatticeCounts(WalkCounts):
     """What one walk counted, drafts and their origin included."""
 
+    empty: int = 0  # further steps, without any draft
     drafted: int = 0  # tokens verified beside the target's own
     from_context: int = 0  # accepted tokens that the text gave
 
     def report(self) -> dict[str, object]:
         """Plain figures for JSON; rates are shares, 0..1."""
-        accepted = sum(self.accepted_at)
+        accepted, steps = sum(self.accepted_at), max(self.steps + self.empty, 1)
         return super().report() | {
-            "drafts_per_step": round(self.drafted / max(self.steps, 1), 4),
+            "tokens_per_step": round(1 + accepted / steps, 4),
+            "drafts_per_step": round(self.drafted / steps, 4),
             "accepted_per_draft": round(accepted / max(self.drafted, 1), 4),
             "accepted_from_context": round(self.from_context / max(accepted, 1), 4),
         }
@@ -53,7 +61,8 @@ def walk_drafts(
         row = 0
         while row < length - 1:  # nothing is drafted once the last token is sampled
             taken = accepted_T[first + row]
-            counts.steps += 1
+            counts.steps += counts_T[first + row] > 0
+            counts.empty += counts_T[first + row] == 0
             counts.drafted += counts_T[first + row]
             counts.from_context += from_context_T[first + row]
             for place in range(taken):
@@ -86,7 +95,7 @@ def lattice_report(drafted: Drafted, texts: Texts, rows_T: Tensor) -> dict[str, 
         }
 
     return {
-        f"min_confidence {threshold}": {
+        threshold_key(threshold): {
             "by_k": by_k(drafted, lengths, threshold),
             "by_group": {name: by_k(*rows_of(name), threshold) for name in inside},
         }
@@ -95,9 +104,13 @@ def lattice_report(drafted: Drafted, texts: Texts, rows_T: Tensor) -> dict[str, 
 
 
 def format_lattice(report: dict[str, Any]) -> str:
-    """The report as text: a line for every threshold and k, then the largest k by group."""
+    """The report as text: a line for every threshold and k, then the largest k by group.
+
+    Columns: drafts, k-hat, tokens a step, tokens drafted a step, share of accepted from the text.
+    """
     lines = [
-        f"{'heads and own text':44} {'steps':>8} {'k-hat':>6}  {'drafts':>6}  {'of text':>7}",
+        f"{'heads and own text':44} {'drafts':>8} {'k-hat':>6} {'a step':>6} {'tokens':>6} "
+        f"{'of text':>7}",
     ]
     for threshold, rows in report.items():
         lines += [_line(f"k = {k}, {threshold}", row) for k, row in rows["by_k"].items()]
@@ -110,6 +123,6 @@ def format_lattice(report: dict[str, Any]) -> str:
 
 def _line(name: str, row: dict[str, Any]) -> str:
     return (
-        f"{name:44} {row['steps']:8d} {row['k_hat']:6.3f}  {row['drafts_per_step']:6.2f}  "
-        f"{row['accepted_from_context']:7.3f}"
+        f"{name:44} {row['steps']:8d} {row['k_hat']:6.3f} {row['tokens_per_step']:6.3f} "
+        f"{row['drafts_per_step']:6.2f} {row['accepted_from_context']:7.3f}"
     )
