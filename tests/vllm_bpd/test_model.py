@@ -12,7 +12,10 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="the model is made of vLLM's layers")
 
 from tests.vllm_bpd.fresh import head_states_on_rank, load_refusals, run_fresh
-from tests.vllm_bpd.samples import HIDDEN, heads_config, random_heads
+from tests.vllm_bpd.samples import HIDDEN, heads_config, lattice_weights, random_heads
+from vllm_bpd.checkpoint import LATTICE_WEIGHTS
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
 from vllm_bpd.model import BlockwiseHeadsModel
 
 ROWS = 7
@@ -71,8 +74,11 @@ def test_sharded_heads_equal_the_plain_ones(
 def test_weights_are_taken_strictly(
     fresh_process: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    config = heads_config(draft_vocab_size=3)
-    whole = random_heads(config).state_dict() | {"draft_token_ids": torch.tensor([1, 2, 9])}
+    config = heads_config(draft_vocab_size=3, lattice_places=4)
+    whole = random_heads(config).state_dict() | {
+        "draft_token_ids": torch.tensor([1, 2, 9]),
+        LATTICE_WEIGHTS: lattice_weights(4),
+    }
     cases: dict[str, dict[str, Tensor]] = {
         "nothing was refused": whole,
         "HeadsError: extra: unused tensor; expected hidden_layer.weight, output_layer.weight": (
@@ -80,6 +86,12 @@ def test_weights_are_taken_strictly(
         ),
         "HeadsError: draft_token_ids: found ids 1..9, not ascending": (
             whole | {"draft_token_ids": torch.tensor([1, 9, 2])}
+        ),
+        "HeadsError: lattice_weights: found shape (3, 38); expected (4, 38)": (
+            whole | {LATTICE_WEIGHTS: lattice_weights(3)}
+        ),
+        "HeadsError: lattice_weights: found values that are not finite; train them again": (
+            whole | {LATTICE_WEIGHTS: torch.full((4, NUM_WEIGHTS), torch.nan)}
         ),
     }
     for name in whole:
@@ -97,25 +109,58 @@ class FirstColumns:
     def top_tokens(self, states_ND: Tensor) -> Tensor:
         return states_ND[:, 0].long()
 
+    def top_candidates(self, states_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return states_ND[:, :count].long(), states_ND[:, 1 : count + 1]
 
-@pytest.mark.parametrize("conditioning", ["none", "sampled_token"])
-def test_drafts_are_a_row_a_request_and_a_column_a_head(conditioning: str) -> None:
-    model = BlockwiseHeadsModel.__new__(BlockwiseHeadsModel)
+
+def plain_model(config: Any, places: int | None = None) -> tuple[Any, list[list[int]]]:
+    """The model around plain heads, with no engine, and the ids whose embedding it asks for."""
+    model: Any = BlockwiseHeadsModel.__new__(BlockwiseHeadsModel)
     nn.Module.__init__(model)
-    model.config = heads_config(conditioning=conditioning)
-    model.heads = random_heads(model.config)
-    model.projection = FirstColumns()  # type: ignore[assignment]
+    model.config, model.heads, model.projection = config, random_heads(config), FirstColumns()
+    model.places = places
+    model.lattice_weights_PF = model.draft_token_ids_V = model.embed = None
     embedded: list[list[int]] = []
 
     def embed(ids_B: Tensor) -> Tensor:
         embedded.append(ids_B.tolist())
         return torch.ones(len(ids_B), HIDDEN)
 
-    model.embed = embed if conditioning != "none" else None
-    hidden_BD = inputs(model.config)[0] * 10
+    if config.conditioning != "none":
+        model.embed = embed
+    return model, embedded
+
+
+@pytest.mark.parametrize("conditioning", ["none", "sampled_token"])
+def test_drafts_are_a_row_a_request_and_a_column_a_head(conditioning: str) -> None:
+    config = heads_config(conditioning=conditioning)
+    model, embedded = plain_model(config)
+    hidden_BD = inputs(config)[0] * 10
     with torch.no_grad():
         drafts_BK = model(hidden_BD, torch.arange(ROWS))
+        ids_BKM, logp_BKM = model.candidates(hidden_BD, torch.arange(ROWS))
         ones = None if conditioning == "none" else torch.ones(ROWS, HIDDEN)
-        expected_BK = model.heads(hidden_BD, ones)[:, :, 0].long()
-    assert torch.equal(drafts_BK, expected_BK)
-    assert embedded == ([] if conditioning == "none" else [list(range(ROWS))])
+        states_BKD = model.heads(hidden_BD, ones)
+    assert torch.equal(drafts_BK, states_BKD[:, :, 0].long())
+    assert torch.equal(ids_BKM, states_BKD[:, :, :CANDIDATES].long())
+    assert torch.equal(logp_BKM, states_BKD[:, :, 1 : CANDIDATES + 1])
+    assert embedded == ([] if conditioning == "none" else [list(range(ROWS))] * 2)
+
+
+@pytest.mark.parametrize("places", [1, 3, 5])
+def test_a_lattice_keeps_the_weights_of_the_places_that_are_drafted(places: int) -> None:
+    model, _ = plain_model(heads_config(lattice_places=5), places)
+    weights_PF = lattice_weights(5)
+    tensors = model.heads.state_dict() | {LATTICE_WEIGHTS: weights_PF}
+    loaded = model.load_weights(tensors.items())
+    assert loaded == {"heads.hidden_layer.weight", "heads.output_layer.weight"}
+    assert torch.equal(model.lattice_weights_PF, weights_PF[:places])
+
+
+def test_without_a_lattice_there_are_no_weights_and_none_are_taken() -> None:
+    model, _ = plain_model(heads_config(), 3)
+    tensors = model.heads.state_dict()
+    model.load_weights(tensors.items())
+    assert model.lattice_weights_PF is None
+    with pytest.raises(HeadsError, match=r"^lattice_weights: unused tensor; expected hidden_layer"):
+        model.load_weights((tensors | {LATTICE_WEIGHTS: lattice_weights(3)}).items())
