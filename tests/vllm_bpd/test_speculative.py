@@ -104,7 +104,7 @@ def test_fewer_heads_may_draft(make: Make, count: int) -> None:
 def test_more_drafts_than_heads_are_refused(make: Make, folder: Path) -> None:
     assert refusal(lambda: make(num_speculative_tokens=4)) == (
         f"num_speculative_tokens: found 4; the checkpoint in {folder / 'heads'} has 3 heads; give "
-        "at most that many, or train more"
+        "at most 3, or train more"
     )
 
 
@@ -290,13 +290,14 @@ def test_it_is_shown_as_short_as_others(make: Make, folder: Path) -> None:
 def test_a_copy_is_one_of_ours_and_connects_the_runners(
     make: Make, monkeypatch: pytest.MonkeyPatch, send: Callable[[Any], Any]
 ) -> None:
-    made = make(num_speculative_tokens=2)
+    made = make(num_speculative_tokens=2, context_window=9, min_confidence=0.3)
     connected = []
     monkeypatch.setattr(speculative, "install_runners", lambda: connected.append(True))
     again = send(made)
     assert connected == [True]
     assert type(again) is BpdSpeculativeConfig
     assert (again.method, again.model, again.num_speculative_tokens) == ("bpd", made.model, 2)
+    assert (again.context_window, again.min_confidence) == (9, 0.3)
     assert again.draft_model_config.hf_config.heads == made.draft_model_config.hf_config.heads
     assert again.compute_hash() == made.compute_hash()
 
