@@ -54,6 +54,15 @@ def provenance(
         "training_seconds": round(trained.seconds, 1),
         "skipped_batches": trained.skipped_batches,
         "validation": {name: validation[name] for name in _FIGURES},
+        "validation_with_own_text": _by_k(validation.get("with_own_text", {})),
         "versions": versions(),
     }
     return json.dumps(values, indent=2) + "\n"
+
+
+def _by_k(with_own_text: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """k-hat for every threshold and k."""
+    return {
+        threshold: {k: row["k_hat"] for k, row in rows["by_k"].items()}
+        for threshold, rows in with_own_text.items()
+    }
