@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_bpd import proposer
-from vllm_bpd.proposer import PROPOSER, BpdProposer, last_accepted_rows
+from vllm_bpd.proposer import PROPOSER, BpdProposer, Texts, last_accepted_rows
 
 
 @st.composite
@@ -46,6 +47,8 @@ def test_without_drafts_each_request_has_one_row(sampled: list[list[int]]) -> No
 class EchoHeads:
     """Drafts `[row, sampled id, row + sampled id]`, and counts its calls."""
 
+    lattice_weights_PF = None
+
     def __init__(self) -> None:
         self.calls = 0
 
@@ -63,6 +66,18 @@ def drafter() -> BpdProposer:
     return made
 
 
+def table(*rows: list[int]) -> Texts:
+    """What each request says so far, as the engine lays it down: stale ids behind its end."""
+    tokens_TL = np.full((len(rows), 24), 6, np.int32)
+    for tokens_L, row in zip(tokens_TL, rows, strict=True):
+        tokens_L[: len(row)] = row
+    names = [f"request {i}" for i in range(len(rows))]
+    return Texts(names, tokens_TL, np.array([len(row) for row in rows], np.int32))
+
+
+NO_TEXTS = table([1], [1], [1], [1])  # heads alone never look there
+
+
 def states(rows: int) -> Tensor:
     """Hidden states that name their row."""
     return torch.arange(rows).float()[:, None].expand(rows, 4).contiguous()
@@ -70,16 +85,17 @@ def states(rows: int) -> Tensor:
 
 def test_each_request_is_drafted_for_from_its_row(drafter: BpdProposer) -> None:
     sampled = [[11], [21, 22], [], [41, 42, 43]]
-    drafts = drafter.propose(sampled, states(8), [0, 2, 0, 2], 3)
+    drafts = drafter.propose(sampled, states(8), [0, 2, 0, 2], 3, NO_TEXTS)
     assert drafts == [[0, 11, 11], [2, 22, 24], [], [7, 43, 50]]
 
 
 def test_a_batch_without_drafts_under_verification(drafter: BpdProposer) -> None:
-    assert drafter.propose([[5], [], [6]], states(3), None, 3) == [[0, 5, 5], [], [2, 6, 8]]
+    drafts = drafter.propose([[5], [], [6]], states(3), None, 3, NO_TEXTS)
+    assert drafts == [[0, 5, 5], [], [2, 6, 8]]
 
 
 def test_fewer_drafts_are_the_first_ones(drafter: BpdProposer) -> None:
-    assert drafter.propose([[5]], states(1), None, 2) == [[0, 5]]
+    assert drafter.propose([[5]], states(1), None, 2, NO_TEXTS) == [[0, 5]]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +104,13 @@ def test_fewer_drafts_are_the_first_ones(drafter: BpdProposer) -> None:
 def test_nothing_to_draft_runs_nothing(
     drafter: BpdProposer, sampled: list[list[int]], count: int
 ) -> None:
-    assert drafter.propose(sampled, states(2), None, count) == [[] for _ in sampled]
+    assert drafter.propose(sampled, states(2), None, count, NO_TEXTS) == [[] for _ in sampled]
     assert drafter.model.calls == 0  # type: ignore[union-attr]
 
 
 def test_proposing_before_loading_is_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="load_model"):
-        BpdProposer(SimpleNamespace()).propose([[1]], states(1), None, 1)
+        BpdProposer(SimpleNamespace()).propose([[1]], states(1), None, 1, NO_TEXTS)
 
 
 def config(method: str | None) -> Any:
@@ -139,7 +155,15 @@ def test_other_methods_build_their_own(method: str | None) -> None:
 
 
 def test_our_drafter_is_given_the_hidden_states_of_the_sampled_rows(drafter: BpdProposer) -> None:
-    runner = SimpleNamespace(drafter=drafter)
+    texts = table([7, 8], [9])
+    runner = SimpleNamespace(
+        drafter=drafter,
+        input_batch=SimpleNamespace(
+            req_ids=texts.request_ids,
+            token_ids_cpu=texts.tokens_TL,
+            num_tokens_no_spec=texts.lengths_T,
+        ),
+    )
     output = SimpleNamespace(num_spec_tokens_to_schedule=2)
     metadata = SimpleNamespace(num_draft_tokens=[1, 0])
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="the V2 speculator subclasses vLLM's")
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from tests.vllm_bpd.plain_lattice import continuing_weights
+from vllm_bpd import speculator as speculator_module
+from vllm_bpd.lattice import draft_block
 from vllm_bpd.speculator import BpdSpeculator
 
 HIDDEN, DRAFTS, MAX_REQS, VOCAB = 4, 3, 8, 50
@@ -31,6 +35,15 @@ class EchoHeads:
         self.batches.append(hidden_BD.shape[0])
         row_B = hidden_BD[:, 0].long()
         return torch.stack([row_B, sampled_B, row_B + sampled_B], dim=-1)
+
+    def candidates(self, hidden_BD: Tensor, sampled_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Two heads, of which the second is unsure between two ids."""
+        self.batches.append(hidden_BD.shape[0])
+        row_B = hidden_BD[:, 0].long()
+        first_BM = torch.stack([row_B + 20, torch.full_like(row_B, -1)], -1)
+        second_BM = torch.stack([sampled_B + 20, row_B + 20], -1)
+        logp_KM = torch.tensor([[-0.1, -torch.inf], [-0.7, -0.8]])
+        return torch.stack([first_BM, second_BM], 1), logp_KM.expand(len(row_B), 2, 2)
 
 
 def echo(speculator: BpdSpeculator) -> EchoHeads:
@@ -67,11 +80,13 @@ def speculator() -> BpdSpeculator:
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
     )
-    made.speculative_config = SimpleNamespace(enforce_eager=None)
+    made.speculative_config = SimpleNamespace(enforce_eager=None, context_lookup=True)
     made.device = torch.device("cpu")
     made.vocab_size = VOCAB
     made.hidden_BD = torch.zeros(MAX_REQS, HIDDEN)
     made.sampled_B = torch.zeros(MAX_REQS, dtype=torch.int64)
+    made.slots_B = torch.zeros(MAX_REQS, dtype=torch.int64)
+    made.lattice_weights_PF = None
     made.draft_tokens = torch.zeros(MAX_REQS, DRAFTS, dtype=torch.int64)
     made.graphs = None
     made.model = EchoHeads()  # type: ignore[assignment]
@@ -190,3 +205,123 @@ def test_no_graphs_where_the_engine_captures_no_decode_graphs(
     assert speculator.graphs is not None
     assert not speculator.graphs.needs_capture()
     assert propose(speculator, [2, 2], [0, 1])[:, 0].tolist() == [1, 2]
+
+
+# What requests say, in order of their slots; the engine's table has stale ids behind each end.
+SAYS = [[5, 6, 7, 8, 5, 6, 10], [9, 1, 2, 3, 4, 9, 11], [12], [3, 13, 8, 7, 13], [14]]
+TABLE_WIDTH = 9
+
+
+@pytest.fixture
+def lattice(speculator: BpdSpeculator) -> BpdSpeculator:
+    """The speculator with a lattice of five places, which searches the last six tokens."""
+    tokens_TL = torch.full((MAX_REQS, TABLE_WIDTH), 6, dtype=torch.int32)
+    lengths_T = torch.zeros(MAX_REQS, dtype=torch.int32)
+    for slot, row in enumerate(SAYS):
+        tokens_TL[slot, : len(row)] = torch.tensor(row)
+        lengths_T[slot] = len(row)
+    speculator.req_states = SimpleNamespace(
+        total_len=SimpleNamespace(gpu=lengths_T), all_token_ids=SimpleNamespace(gpu=tokens_TL)
+    )
+    speculator.window_W = torch.arange(-6, 0)
+    speculator.lattice_weights_PF = continuing_weights(5)
+    speculator.draft_tokens = torch.zeros(MAX_REQS, 5, dtype=torch.int64)
+    return speculator
+
+
+def test_windows_end_with_each_requests_newest_token(lattice: BpdSpeculator) -> None:
+    window_BW = lattice._windows(torch.tensor([2, 0, 3, 1]))
+    assert window_BW.dtype == torch.int32
+    assert window_BW.tolist() == [
+        [-1, -1, -1, -1, -1, 12],
+        [6, 7, 8, 5, 6, 10],
+        [-1, 3, 13, 8, 7, 13],
+        [1, 2, 3, 4, 9, 11],
+    ]
+    assert lattice._windows(torch.tensor([7])).tolist() == [[-1] * 6]  # a slot that says nothing
+
+
+def test_a_window_may_be_wider_than_the_table(lattice: BpdSpeculator) -> None:
+    lattice.window_W = torch.arange(-20, 0)
+    assert lattice._windows(torch.tensor([4, 0])).tolist() == [
+        [-1] * 19 + [14],
+        [-1] * 13 + [5, 6, 7, 8, 5, 6, 10],
+    ]
+
+
+def test_without_context_lookup_the_table_is_not_read(lattice: BpdSpeculator) -> None:
+    lattice.speculative_config.context_lookup = False
+    lattice.req_states = None
+    assert lattice._windows(torch.tensor([2, 0])).tolist() == [[-1, -1], [-1, -1]]
+
+
+def written_out(slots: list[int], rows: list[int]) -> list[list[int]]:
+    """The drafts of requests in `slots`, from `rows` of hidden states and ids just sampled."""
+    states_BD = torch.tensor(rows).float()[:, None].expand(len(rows), HIDDEN)
+    candidates = EchoHeads().candidates(states_BD, torch.tensor([slot + 10 for slot in slots]))
+    window_BW = torch.tensor([([-1] * 6 + SAYS[slot])[-6:] for slot in slots])
+    ids_BP: list[list[int]]
+    ids_BP = draft_block(window_BW, *candidates, continuing_weights(5)).ids_BP.tolist()
+    return ids_BP
+
+
+def test_a_lattice_drafts_from_each_requests_own_text(lattice: BpdSpeculator) -> None:
+    drafts = propose(lattice, lengths=[4, 1, 4, 1], rejected=[2, 0, 0, 0])
+    # The rows are those of heads alone; slots are 3, 2, 1, 0.
+    assert drafts.tolist() == written_out([3, 2, 1, 0], [1, 4, 8, 9])
+    # The first follows its text, 8 7 13 8 7; what the heads say there, they say elsewhere.
+    assert drafts[0].tolist() == [8, 7, 13, 8, 7]
+    assert drafts[1, :2].tolist() == [24, 32]
+
+
+@pytest.mark.usefixtures("lattice", "graphs")
+def test_a_graph_sees_texts_that_grew_since_it_was_recorded(lattice: BpdSpeculator) -> None:
+    eager = written_out([3, 2, 1, 0], [1, 4, 8, 9])
+    drafts = propose(lattice, lengths=[4, 1, 4, 1], rejected=[2, 0, 0, 0])
+    assert echo(lattice).batches == [4]
+    assert drafts.tolist() == eager
+    lattice.req_states.all_token_ids.gpu[0, 7] = 8
+    lattice.req_states.total_len.gpu[0] = 8
+    drafts = propose(lattice, lengths=[1], rejected=[0])
+    assert drafts[0, :4].tolist() == [5, 6, 10, 8]
+    assert lattice.graphs is not None
+    assert sum(graph.replays for graph in lattice.graphs.graphs.values()) == 2
+
+
+@pytest.mark.usefixtures("lattice", "graphs")
+def test_a_padded_graph_gives_the_eager_drafts(lattice: BpdSpeculator) -> None:
+    drafts = propose(lattice, lengths=[4, 1, 4], rejected=[2, 0, 0])
+    assert echo(lattice).batches == [4]
+    assert drafts.tolist() == written_out([2, 1, 0], [1, 4, 8])
+
+
+@pytest.mark.parametrize(("window", "limit", "width"), [(8192, 100, 100), (50, 100, 50)])
+def test_no_more_is_searched_than_a_request_can_say(
+    monkeypatch: pytest.MonkeyPatch, window: int, limit: int, width: int
+) -> None:
+    def init(self: Any, vllm_config: Any, device: Any) -> None:
+        self.max_num_reqs, self.hidden_size, self.dtype = MAX_REQS, HIDDEN, torch.float32
+
+    monkeypatch.setattr(DraftModelSpeculator, "__init__", init)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(context_window=window),
+        model_config=SimpleNamespace(max_model_len=limit),
+    )
+    made = BpdSpeculator(config, torch.device("cpu"), "states")
+    assert made.req_states == "states"
+    assert made.window_W.tolist() == list(range(-width, 0))
+    assert made.lattice_weights_PF is None
+
+
+@pytest.mark.parametrize("weights_PF", [None, continuing_weights(5)], ids=["none", "lattice"])
+def test_the_lattice_comes_with_the_heads(
+    speculator: BpdSpeculator, monkeypatch: pytest.MonkeyPatch, weights_PF: Tensor | None
+) -> None:
+    heads = SimpleNamespace(lattice_weights_PF=weights_PF)
+    monkeypatch.setattr(speculator_module, "load_heads_model", lambda config, target: heads)
+    assert speculator.load_draft_model(nn.Module(), set()) is heads
+    if weights_PF is None:
+        assert speculator.lattice_weights_PF is None
+    else:
+        assert speculator.lattice_weights_PF is not None
+        assert torch.equal(speculator.lattice_weights_PF, weights_PF)
