@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,36 @@ def test_other_methods_build_their_own(method: str | None) -> None:
     assert seen == [("runner", made, "cpu")]
     if method is not None:
         assert made.speculative_config.method == method
+
+
+HANDLE = "llvmlite.binding.ffi"
+
+
+def test_a_second_engine_does_not_look_into_llvmlites_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, HANDLE, SimpleNamespace())  # type: ignore[misc]
+    handle, seen = sys.modules[HANDLE], []
+
+    def original(overrides: Any) -> None:
+        seen.append((overrides, HANDLE in sys.modules))
+
+    proposer.register_kernels(original, "overrides")
+    assert seen == [("overrides", False)]
+    assert sys.modules[HANDLE] is handle
+
+    def fail(overrides: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        proposer.register_kernels(fail, None)
+    assert sys.modules[HANDLE] is handle
+
+
+def test_without_numba_there_is_no_handle_to_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, HANDLE, raising=False)
+    proposer.register_kernels(lambda overrides: None, None)
+    assert HANDLE not in sys.modules
 
 
 def test_our_drafter_is_given_the_hidden_states_of_the_sampled_rows(drafter: BpdProposer) -> None:
