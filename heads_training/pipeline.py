@@ -16,6 +16,7 @@ from heads_training.evaluate import evaluate, evaluate_rows, write_json
 from heads_training.generate import GenerateConfig, generate
 from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import fit_weights, make_lattice
+from heads_training.lock import only_one
 from heads_training.plot import check_plot_path, write_plot
 from heads_training.processes import main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
@@ -53,11 +54,18 @@ def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:
     `recipe.work` keeps hidden states, training state and log, so that the same call goes on after
     an interruption. `command` goes into the provenance. Returns the walk's report on the held-out
     answers, which is also written as JSON and drawn; None in all but the first of torchrun's
-    processes. Raises HeadsError for bad input.
+    processes. Raises HeadsError for bad input, or if another process trains in `recipe.work`.
     """
     # Now, not after hours of training.
     require_replaceable(recipe.output)
     check_plot_path(recipe.plot_path)
+    if not processes().is_main_process:
+        return _train(recipe, command)
+    with only_one(recipe.work):
+        return _train(recipe, command)
+
+
+def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
     with main_first():
         shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
     data = prepare(recipe.train, shards, read_rows(recipe.target))

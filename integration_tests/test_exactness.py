@@ -109,6 +109,7 @@ def check_scripted(reply: dict[str, Any], recordings: list[Recording], walk: Wal
         assert batch["spec"] == expected.as_reported(), mode
 
 
+@pytest.mark.row("lengths", "metrics")
 def test_ids_and_counters(
     engine: EngineProcess,
     targets: dict[str, Path],
@@ -125,6 +126,7 @@ def test_ids_and_counters(
     check_scripted(reply, llama, Walk(NUM_HEADS, MAX_TOKENS, MAX_MODEL_LEN))
 
 
+@pytest.mark.row("batching")
 def test_chunked_prefill(
     engine: EngineProcess,
     targets: dict[str, Path],
@@ -144,6 +146,7 @@ def test_chunked_prefill(
     check_scripted(reply, llama, Walk(NUM_HEADS, few, MAX_MODEL_LEN))
 
 
+@pytest.mark.row("drafts fewer than heads")
 def test_dynamic_schedule(
     engine: EngineProcess,
     targets: dict[str, Path],
@@ -177,6 +180,7 @@ def test_dynamic_schedule(
     check_scripted(reply, llama[:small], walk)
 
 
+@pytest.mark.row("runners")
 def test_async_scheduling(
     engine: EngineProcess,
     targets: dict[str, Path],
@@ -197,6 +201,7 @@ def test_async_scheduling(
     check_scripted(reply, ends, Walk(NUM_HEADS, few, MAX_MODEL_LEN))
 
 
+@pytest.mark.row("targets")
 @pytest.mark.parametrize("case", ["qwen2", "tied"])
 def test_other_targets(
     engine: EngineProcess, targets: dict[str, Path], heads: dict[str, Path], case: str
@@ -211,3 +216,48 @@ def test_other_targets(
     batch = run(engine, job)["batches"][0]
     check_ids(batch, recordings, few)
     check_random(batch, num_drafts)
+
+
+@pytest.mark.full
+@pytest.mark.row("drafts fewer than heads")
+@pytest.mark.parametrize("num_drafts", range(1, NUM_HEADS))
+def test_fewer_drafts_than_heads(
+    engine: EngineProcess,
+    targets: dict[str, Path],
+    heads: dict[str, Path],
+    llama: list[Recording],
+    num_drafts: int,
+) -> None:
+    """One to k - 2 of the k - 1 heads draft: every mode, everything counted."""
+    few, some = 14, llama[:6]
+    prompts = [recording.prompt for recording in some]
+    batches = [greedy(prompts, few, mode) for mode in MODES]
+    config = speculating(heads["llama"], num_drafts)
+    job = make_job(targets["llama"], batches, speculative_config=config, **ENGINE)
+    reply = run(engine, job | {"drafts": stand_in("plugin", some)})
+    check_ids(reply["batches"][0], some, few)
+    check_random(reply["batches"][0], num_drafts)
+    check_scripted(reply, some, Walk(num_drafts, few, MAX_MODEL_LEN))
+
+
+@pytest.mark.full
+@pytest.mark.row("runners")
+def test_async_scheduling_changes_nothing(
+    engine: EngineProcess,
+    targets: dict[str, Path],
+    heads: dict[str, Path],
+    llama: list[Recording],
+) -> None:
+    """Away from the context's end, on and off give the same ids and the same counters (V2)."""
+    if engine.combo.runner != "V2":
+        pytest.skip("bpd drafts after V1's bookkeeping, which asynchronous scheduling goes without")
+    few, some = 14, llama[:6]
+    batches = [greedy([one.prompt for one in some], few, mode) for mode in MODES]
+    config = speculating(heads["llama"], NUM_HEADS)
+    job = make_job(targets["llama"], batches, speculative_config=config, **ENGINE)
+    job |= {"drafts": stand_in("plugin", some)}
+    on, off = (run(engine, job | {"async_scheduling": choice}) for choice in (True, False))
+    assert (on["async_scheduling"], off["async_scheduling"]) == (True, False)
+    for left, right in zip(on["batches"], off["batches"], strict=True):
+        assert ids_of(left) == ids_of(right) == [one.answer[:few] for one in some]
+        assert left["spec"] == right["spec"]

@@ -50,6 +50,7 @@ def test_failures_are_reported(engine: EngineProcess, tmp_path: Path) -> None:
     assert "missing" in reply["trace"]
 
 
+@pytest.mark.row("metrics")
 def test_counters_by_hand(engine: EngineProcess, targets: dict[str, Path]) -> None:
     """The hand count equals the engine's counters for drafting through its own outside doors.
 

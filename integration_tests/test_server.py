@@ -132,6 +132,7 @@ def test_completions_and_their_count(server: str) -> None:
     assert "five" in answer.choices[0].text
 
 
+@pytest.mark.row("metrics", combo="0.32-V1")
 def test_eight_at_once_and_the_metrics(server: str) -> None:
     """Eight requests together; /metrics counts their drafts, in all and by position."""
     before = counters(server)

@@ -37,3 +37,43 @@ def write_heads(
     heads = BlockwiseHeads(made)
     save_heads(directory, heads, ids, dtype=torch.float32, lattice_weights_PW=lattice)
     return directory
+
+
+def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
+    """Write heads that draft what mostly follows the token just sampled, for a `settled` target.
+
+    Its next token depends on little but the last one, so the chain of likeliest successors is
+    known for every token. Random features of the tokens' embeddings, one least-squares solution.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    from integration_tests.harness.statistics import bigram_logits
+    from vllm_bpd.checkpoint import save_heads
+    from vllm_bpd.config import HeadsConfig
+    from vllm_bpd.fingerprint import read_fingerprint
+    from vllm_bpd.heads import BlockwiseHeads
+
+    config = HeadsConfig(num_heads, 64, read_fingerprint(target), activation="relu")
+    heads = BlockwiseHeads(config)
+    torch.manual_seed(num_heads)
+    tensors = load_file(target / "model.safetensors")
+    embedding_VD = tensors["model.embed_tokens.weight"]
+    directions_VD = torch.nn.functional.normalize(tensors["lm_head.weight"], dim=-1)
+    rms_VD = torch.nn.functional.rms_norm(embedding_VD, embedding_VD.shape[-1:], eps=1e-6)
+    successor_V = bigram_logits(target).argmax(dim=-1)
+    with torch.no_grad():
+        hidden = heads.hidden_layer.weight
+        assert isinstance(hidden, torch.Tensor)
+        hidden.normal_(std=0.1)
+        hidden[:, : config.hidden_size] = 0.0  # the token alone decides
+        features_VF = (rms_VD @ hidden[:, config.hidden_size :].T).relu()
+        token_V = successor_V
+        for head in range(num_heads):
+            wanted_VD = 100 * directions_VD[token_V]  # far louder than the state it is added to
+            solved_FD = torch.linalg.lstsq(features_VF, wanted_VD).solution
+            rows = slice(head * config.hidden_size, (head + 1) * config.hidden_size)
+            heads.output_layer.weight[rows] = solved_FD.T  # type: ignore[index]
+            token_V = successor_V[token_V]
+    save_heads(directory, heads, dtype=torch.float32)
+    return directory

@@ -31,6 +31,7 @@ class Target:
     text: bool = False  # it has a tokenizer
     boosted: dict[int, float] = field(default_factory=dict)  # LM-head rows that are scaled up
     bigram: bool = False  # the next token depends on the last one alone
+    settled: bool = False  # it depends on little else, so that heads can foretell it
     int8: bool = False  # linear layers as 8-bit integers (compressed-tensors)
     config: dict[str, Any] = field(default_factory=dict)  # further fields
 
@@ -44,6 +45,7 @@ TARGETS = {
         # For text: the end of a text comes every now and then, or the end of a thought.
         Target("text", "Llama", TEXT_VOCAB, tied=False, text=True, boosted={EOS: 2.0}),
         Target("think", "Llama", TEXT_VOCAB, tied=False, text=True, boosted={THINK_END: 1.6}),
+        Target("settled", "Llama", TEXT_VOCAB, False, text=True, boosted={EOS: 1.3}, settled=True),
         # For sampling: eight tokens, and a distribution that can be written down.
         Target("bigram", "Llama", vocab=8, tied=False, bigram=True),
         # vLLM pads a vocabulary to a multiple of 64.
@@ -113,10 +115,11 @@ def shape_weights(target: Target, model: Any) -> None:
     """Make of random weights what the target is for."""
     for row, scale in target.boosted.items():
         model.lm_head.weight[row] *= scale
-    if target.bigram:
+    if target.bigram or target.settled:
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.mul_(0.005 * target.settled)
+            layer.mlp.down_proj.weight.mul_(0.005 * target.settled)
+    if target.bigram:
         model.lm_head.weight.mul_(0.4)  # near enough to even that every pair is seen
 
 

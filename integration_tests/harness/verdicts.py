@@ -1,7 +1,8 @@
 """A pytest plugin that notes what each test of the matrix said: `-p ... --verdicts=FILE`.
 
-A test belongs to the row that its marker `row` names, to the combination of its `engine` (without
-one: to the release of vLLM it ran beside), and to the way of drafting that its `mode` names.
+A test belongs to the rows that its marker `row` names, to the combination of its `engine` or of the
+marker's `combo` (without either: to the release of vLLM it ran beside), and to the way of drafting
+that its `mode` names.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ def pytest_runtest_makereport(
     if marker is not None and (report.when == "call" or report.outcome != "passed"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         combo = parameters.get("engine")
-        item.config.stash[COLLECTED].append(
+        item.config.stash[COLLECTED] += [
             {
-                "row": marker.args[0],
+                "row": row,
                 "test": item.nodeid,
-                "combo": None if combo is None else combo.name,
+                "combo": marker.kwargs.get("combo") if combo is None else combo.name,
                 "mode": parameters.get("mode"),
                 "outcome": outcome(report),
                 "reason": reason(report),
             }
-        )
+            for row in marker.args
+        ]
     return report
 
 

@@ -34,6 +34,8 @@ from vllm_bpd.checkpoint import (
 )
 from vllm_bpd.errors import HeadsError
 
+pytestmark = pytest.mark.row("checkpoints")
+
 IDS = torch.tensor([1, 5, 47])
 
 

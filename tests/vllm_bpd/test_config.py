@@ -16,6 +16,8 @@ from tests.vllm_bpd.samples import fingerprint, heads_config, one_line
 from vllm_bpd.config import MODEL_TYPE, BpdConfig, HeadsConfig, TargetFingerprint
 from vllm_bpd.errors import HeadsError
 
+pytestmark = pytest.mark.row("checkpoints")
+
 REQUIRED = ["num_draft_heads", "head_hidden_size", "target"]
 OPTIONAL = [f.name for f in fields(HeadsConfig) if f.name not in REQUIRED]
 TARGET_REQUIRED = ["architecture", "num_hidden_layers", "hidden_size", "vocab_size"]

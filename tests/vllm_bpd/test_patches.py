@@ -19,6 +19,8 @@ from vllm_bpd import patches
 from vllm_bpd.patches import ENTRY, RUNNERS
 from vllm_bpd.patching import ABSENT, Patch, PatchError
 
+pytestmark = pytest.mark.row("upgrade")
+
 EVERY_ROW = (*ENTRY, *RUNNERS)
 ROWS = patches.for_release(EVERY_ROW, patches.vllm_version())
 REPLACED = [row for row in ROWS if row.replacement]

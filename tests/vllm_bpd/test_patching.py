@@ -12,6 +12,8 @@ import pytest
 from vllm_bpd import patching
 from vllm_bpd.patching import ABSENT, Patch, PatchError, apply, apply_unchecked, describe, state
 
+pytestmark = pytest.mark.row("upgrade")
+
 VERSION = "0.32.0"
 ENGINE = """
 from typing import Literal
