@@ -26,7 +26,7 @@ OPTIONS = [
     "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16",
     "--num-gpu-blocks-override", "256", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 ]  # fmt: skip
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "tree",
@@ -89,7 +89,7 @@ def test_tool_calls_are_valid(server: Server) -> None:
         answer = client.chat.completions.create(
             model="served",
             messages=[{"role": "user", "content": f"call number {number}"}],
-            tools=[TOOL],  # type: ignore[list-item]
+            tools=[TOOL],
             tool_choice={"type": "function", "function": {"name": "tree"}},
             temperature=number % 2,
             seed=number,

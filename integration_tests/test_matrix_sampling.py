@@ -87,7 +87,7 @@ FAST = ("temperature 1", "top_k")
 def test_distribution(
     engine: EngineProcess, targets: dict[str, Path], heads: Path, name: str
 ) -> None:
-    """Fifty thousand tokens of each way to draft (interpreted V2: of all three) fit the target's."""
+    """Fifty thousand tokens of each way to draft (on interpreted V2 of all three together)."""
     samples = SAMPLES if engine.combo.runner == "V1" else SAMPLES // len(MODES)
     batches = [sampled_batch(SETTINGS[name], mode, samples) for mode in MODES]
     reply = run(engine, job(targets["bigram"], heads, batches))

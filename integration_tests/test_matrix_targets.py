@@ -85,9 +85,9 @@ def test_rounding_alone_differs(play: Any, name: str, mode: str) -> None:
 
 
 def top_two(row: dict[str, list[float]]) -> tuple[float, float]:
-    """How far the two best logprobs lie apart, and a bound on what their logits may be.
+    """How far the two best logprobs lie apart, and a bound on their logits.
 
-    The logits of these targets stay below 64.
+    The final norm makes a state of length 8, a row of the LM head is 2.4 long: at most 19.2.
     """
     best, second = sorted((entry[0] for entry in row.values()), reverse=True)[:2]
-    return best - second, 64.0
+    return best - second, 32.0

@@ -179,7 +179,8 @@ def save_heads(
 
     `lattice_weights_PW` (see `vllm_bpd.lattice`) decides the config's `lattice_places`.
     `extra_files` maps further file names (provenance, a README) to their text. Nothing else is
-    left in `folder`. Raises HeadsError, before writing, if it holds anything but older heads.
+    left in `folder`. Raises HeadsError: before writing, if it holds anything but older heads; if
+    the disk is full, or cannot be written for another reason.
     """
     places = None if lattice_weights_PW is None else len(lattice_weights_PW)
     config = dataclasses.replace(heads.config, lattice_places=places)
@@ -210,6 +211,10 @@ def save_heads(
             (staging / name).write_text(text, encoding="utf-8")
         check_weights(staging, read_config(staging))
         _swap_in(staging, target)
+    except (OSError, SafetensorError) as error:
+        raise HeadsError(
+            f"{target}: cannot be written ({error}); what was there is as it was"
+        ) from error
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

@@ -63,8 +63,9 @@ def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
     rms_VD = torch.nn.functional.rms_norm(embedding_VD, embedding_VD.shape[-1:], eps=1e-6)
     successor_V = bigram_logits(target).argmax(dim=-1)
     with torch.no_grad():
-        hidden = heads.hidden_layer.weight
+        hidden, output = heads.hidden_layer.weight, heads.output_layer.weight
         assert isinstance(hidden, torch.Tensor)
+        assert isinstance(output, torch.Tensor)
         hidden.normal_(std=0.1)
         hidden[:, : config.hidden_size] = 0.0  # the token alone decides
         features_VF = (rms_VD @ hidden[:, config.hidden_size :].T).relu()
@@ -73,7 +74,7 @@ def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
             wanted_VD = 100 * directions_VD[token_V]  # far louder than the state it is added to
             solved_FD = torch.linalg.lstsq(features_VF, wanted_VD).solution
             rows = slice(head * config.hidden_size, (head + 1) * config.hidden_size)
-            heads.output_layer.weight[rows] = solved_FD.T  # type: ignore[index]
+            output[rows] = solved_FD.T
             token_V = successor_V[token_V]
     save_heads(directory, heads, dtype=torch.float32)
     return directory

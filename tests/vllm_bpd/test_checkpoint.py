@@ -342,7 +342,9 @@ def test_a_failed_first_save_leaves_nothing(
         raise OSError("disk full")
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(
+        HeadsError, match=r"cannot be written \(disk full\); what was there is as it"
+    ):
         save_heads(tmp_path / "heads", random_heads(heads_config()))
     assert not any(tmp_path.iterdir())
 
