@@ -104,9 +104,14 @@ class HeadsTrainer(Trainer):
         self.steps = make_steps(self.args.process_index, self.args.world_size)
         self.objective: FrozenObjective | TunedObjective = objective
         self.k_hat = 1.0
-        self._begin, self._loss = time.monotonic(), math.nan
+        self._begin, self._spent = time.monotonic(), 0.0
         self._tensors: dict[str, Tensor] = {}
-        self._lr_state: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        """What training has taken, up to the state that this run began with included."""
+        return self._spent + time.monotonic() - self._begin
 
     def run(self) -> None:
         """Train to the end, from the state in `work` if there is one.
@@ -118,6 +123,10 @@ class HeadsTrainer(Trainer):
         if last is not None and int(last.rsplit("-", 1)[1]) >= self.config.steps:
             self._load_from_checkpoint(last)
             self.state.global_step = self.config.steps
+            # For its autocast, under which the run was validated.
+            self.model_wrapped = self.accelerator.prepare_model(
+                self.objective, evaluation_mode=True
+            )
             self.k_hat = self.validate(self)
             return
         self.train(resume_from_checkpoint=last)
@@ -166,9 +175,8 @@ class HeadsTrainer(Trainer):
         """As Trainer's, seeded by the step: dropout, if the target has any, is the same again."""
         torch.manual_seed(self.config.seed * _SEED_STRIDE + self.state.global_step)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._loss = float(loss)
-        if not math.isfinite(self._loss):
-            self._refuse("loss", self._loss)
+        if not math.isfinite(float(loss)):
+            self._refuse("loss", float(loss))
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -197,7 +205,7 @@ class HeadsTrainer(Trainer):
             "loss": round(self.state.log_history[-1]["loss"], 4),
             "validation_k_hat": round(self.k_hat, 4),
             "skipped_batches": self.steps.order.skipped(self.state.global_step),
-            "seconds": round(time.monotonic() - self._begin, 1),
+            "seconds": round(self.seconds, 1),
         }
         self.log({"validation_k_hat": self.k_hat})
         if self.args.should_save:
@@ -219,7 +227,8 @@ class HeadsTrainer(Trainer):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         assert self.lr_scheduler is not None
-        training_state.save_state(partial, tensors, self.lr_scheduler.state_dict(), self.made_with)
+        values = {"schedule": self.lr_scheduler.state_dict(), "seconds": self.seconds}
+        training_state.save_state(partial, tensors, values, self.made_with)
         self.state.save_to_json(str(partial / _TRAINER_STATE_FILE))
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
@@ -230,9 +239,10 @@ class HeadsTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        self._tensors, self._lr_state = training_state.read_state(
+        self._tensors, self._values = training_state.read_state(
             Path(resume_from_checkpoint), self.made_with
         )
+        self._spent = self._values["seconds"]
         training_state.load_weights(model or self.objective, self._tensors)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -241,7 +251,7 @@ class HeadsTrainer(Trainer):
         optimizer = self._plain_optimizer()
         assert self.lr_scheduler is not None
         training_state.load_moments(self.model_wrapped, optimizer, self._tensors)
-        self.lr_scheduler.load_state_dict(self._lr_state)
+        self.lr_scheduler.load_state_dict(self._values["schedule"])
         for group, rate in zip(
             optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
         ):

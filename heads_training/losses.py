@@ -37,16 +37,19 @@ class SoftLabels:
 
 
 def soft_labels(texts: Texts, lm_head_VD: Tensor, count: int = SOFT_LABELS) -> SoftLabels:
-    """What the target itself gives each token, from the cached states and `lm_head_VD` [V, D]."""
+    """What the target itself gives each token, from the cached states and `lm_head_VD` [V, D].
+
+    Made where `lm_head_VD` lies; the result is on the CPU.
+    """
     from tqdm import tqdm
 
-    count = min(count, lm_head_VD.shape[0])
+    count, device = min(count, lm_head_VD.shape[0]), lm_head_VD.device
     ids, weights = [], []
     for rows_R in tqdm(torch.arange(texts.rows).split(_ROWS_AT_ONCE), desc="soft labels"):
-        logits_RV = (texts.gather(rows_R).to(lm_head_VD.dtype) @ lm_head_VD.T).float()
-        top = logits_RV.topk(count, dim=-1)
-        ids.append(top.indices.int())
-        weights.append(top.values.softmax(-1).half())
+        hidden_RD = texts.gather(rows_R).to(device, lm_head_VD.dtype)
+        top = (hidden_RD @ lm_head_VD.T).float().topk(count, dim=-1)
+        ids.append(top.indices.int().cpu())
+        weights.append(top.values.softmax(-1).half().cpu())
     return SoftLabels(torch.cat(ids), torch.cat(weights))
 
 

@@ -9,7 +9,6 @@ D hidden size.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,7 @@ class Trained:
     heads: BlockwiseHeads  # of `target`
     target: TargetRows  # the data's when frozen; finetune: the new one
     validation_k_hat: float  # over the rows of `validation_rows`
-    seconds: float  # of training in this run
+    seconds: float  # of training, runs that this one went on from included
     skipped_batches: int  # passed over since no row had a label
 
 
@@ -100,7 +99,8 @@ def prepare(config: TrainConfig, shards: list[Path], target: TargetRows) -> Trai
         ids_V = draft_vocabulary(texts.sampled_T[train_T], config.draft_vocab_size, vocab_size)
     soft = None
     if config.distillation > 0:
-        soft = losses.soft_labels(texts, frozen_rows(target, ids_V, torch.bfloat16)[1])
+        head_VD = frozen_rows(target, ids_V, torch.bfloat16)[1]
+        soft = losses.soft_labels(texts, head_VD.cuda() if torch.cuda.is_available() else head_VD)
     return TrainingData(
         texts=texts,
         train_T=train_T,
@@ -184,7 +184,6 @@ def train(config: TrainConfig, data: TrainingData, work: Path) -> Trained:
     Finetune writes the new target to `config.tuned_target`. Raises HeadsError for a state or
     folder that does not fit, or a loss that is not finite.
     """
-    begin = time.monotonic()
     if config.tuned_target is not None:
         from heads_training.finetune import require_replaceable
 
@@ -201,7 +200,7 @@ def train(config: TrainConfig, data: TrainingData, work: Path) -> Trained:
         heads,
         target,
         trainer.k_hat,
-        time.monotonic() - begin,
+        trainer.seconds,
         trainer.steps.order.skipped(config.steps),
     )
 

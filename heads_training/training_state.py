@@ -66,15 +66,15 @@ def _plain(name: str) -> str:
 
 
 def save_state(
-    folder: Path, tensors: dict[str, Tensor], schedule: dict[str, Any], made_with: dict[str, Any]
+    folder: Path, tensors: dict[str, Tensor], values: dict[str, Any], made_with: dict[str, Any]
 ) -> None:
-    """Write `gather_state`'s tensors; `schedule` and `made_with` are plain data."""
-    metadata = {"schedule": json.dumps(schedule), "made_with": json.dumps(made_with)}
+    """Write `gather_state`'s tensors; `values` and `made_with` are plain data."""
+    metadata = {"values": json.dumps(values), "made_with": json.dumps(made_with)}
     save_file(tensors, folder / STATE_FILE, metadata=metadata)
 
 
 def read_state(folder: Path, made_with: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the schedule that `save_state` wrote.
+    """The tensors and the values that `save_state` wrote.
 
     Raises HeadsError if the file is damaged or was made with other options or data.
     """
@@ -82,7 +82,7 @@ def read_state(folder: Path, made_with: dict[str, Any]) -> tuple[dict[str, Tenso
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            schedule, found = (json.loads(metadata[name]) for name in ("schedule", "made_with"))
+            values, found = (json.loads(metadata[name]) for name in ("values", "made_with"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -94,7 +94,7 @@ def read_state(folder: Path, made_with: dict[str, Any]) -> tuple[dict[str, Tenso
                 f"{path}: {name}: found {found.get(name)!r}, this run has {value!r}; give the same "
                 f"options and answers to go on, or delete {folder} to start anew"
             )
-    return tensors, schedule
+    return tensors, values
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from heads_training.dataset import Texts, label_text
 from heads_training.target import TargetRows
@@ -25,6 +28,16 @@ TINY = TrainConfig(
     validate_every=300,
     autocast=False,
 )
+
+
+class StopAt(TrainerCallback):
+    """Ends a run early, as an interruption would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
 
 
 def made_texts(texts: list[tuple[Tensor, Tensor]], hidden_TD: Tensor, num_heads: int) -> Texts:

@@ -22,7 +22,13 @@ from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import explain_mismatch, read_fingerprint
 
 CONFIG = replace(
-    TINY, mode="finetune", tuned_target=Path("t"), steps=30, validate_every=15, distillation=0.0
+    TINY,
+    mode="finetune",
+    tuned_target=Path("t"),
+    steps=30,
+    validate_every=15,
+    distillation=0.0,
+    autocast=True,
 )
 
 

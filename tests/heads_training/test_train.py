@@ -5,33 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from heads_training.dataset import to_draft_ids
 from heads_training.hidden_states import write_states
 from heads_training.target import read_rows
 from heads_training.train import TrainingData, make_trainer, new_heads, prepare, train
 from heads_training.training_state import STATE_FILE
-from tests.heads_training.made_data import TINY, position_coded
+from tests.heads_training.made_data import TINY, StopAt, position_coded
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import drafted_position
 
 SHORT = replace(TINY, steps=12, validate_every=4)
-
-
-class StopAt(TrainerCallback):
-    """Ends a run early, as an interruption would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
 
 
 @pytest.mark.parametrize("head_loss", ["mean", "random", "weighted"])
@@ -89,6 +77,7 @@ def test_a_finished_run_is_not_trained_again(tiny_data: TrainingData, tmp_path: 
     again = train(SHORT, tiny_data, tmp_path)
     assert (tmp_path / "checkpoint-12" / STATE_FILE).stat().st_mtime_ns == made
     assert again.validation_k_hat == first.validation_k_hat
+    assert first.seconds < again.seconds  # both runs, together
     for name, value in first.heads.state_dict().items():
         assert torch.equal(value, again.heads.state_dict()[name]), name
 
