@@ -3,9 +3,10 @@
 Two figures for each dtype, both beside this machine's own rate for the same matrix products,
 measured alternately in the same run:
 
-- `products`: the step's LM-head products (logits, and their gradient), as the profiler times them.
+- `products`: the step's LM-head products (logits, and their gradient), timed inside the step.
 - `loss`: the whole of `chunked_loss`, soft-max and labels included.
 
+On a CPU their seconds are CPU seconds, so another job does not count, and rates are of one core.
 And the training speed of a whole step, in answer tokens a second. Data and weights are random, in
 the shapes of SmolLM2-135M's heads by default; only ratios mean anything on another machine.
 
@@ -20,13 +21,14 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads_training.dataset import Texts, label_text
 from heads_training.losses import SoftLabels, chunked_loss
@@ -94,7 +96,9 @@ def products(args: argparse.Namespace, dtype: torch.dtype, device: str) -> dict[
     for _ in range(args.rounds + 2):
         times["machine"].append(timed(alone))
         times["loss"].append(timed(loss))
-        times["products"].append(product_seconds(loss, args.vocab))
+        seconds_inside, count = product_seconds(loss, args.vocab)
+        times["products"].append(seconds_inside)
+        assert count == 2 * len(states_RD.split(args.chunk)), count  # none twice, none left out
     seconds = {name: statistics.median(found[2:]) for name, found in times.items()}  # warm
     work = 2 * 2 * args.rows * args.vocab * args.width  # multiply and add, two products
     rates = {f"{name}_gflops": round(work / took / 1e9, 1) for name, took in seconds.items()}
@@ -105,33 +109,45 @@ def products(args: argparse.Namespace, dtype: torch.dtype, device: str) -> dict[
     return {**rates, **shares}
 
 
-def timed(function: Any) -> float:
-    """Seconds that `function` takes, the device's work included."""
-    _wait()
-    begin = time.perf_counter()
-    function()
-    _wait()
-    return time.perf_counter() - begin
-
-
-def _wait() -> None:
+def now() -> float:
+    """Seconds: of this process's work on a CPU, of the clock once a GPU has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
-def product_seconds(function: Any, vocab: int) -> float:
-    """Seconds that `function` spends in matrix products over the vocabulary."""
-    cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, record_shapes=True) as profiler:
+def timed(function: Callable[[], None]) -> float:
+    """Seconds that `function` takes."""
+    begin = now()
+    function()
+    return now() - begin
+
+
+class _Products(TorchDispatchMode):
+    """Times the matrix products over the vocabulary."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocab, self.seconds, self.count = vocab, 0.0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.mm.default or not any(self.vocab in t.shape for t in args):
+            return func(*args, **(kwargs or {}))
+        begin = now()
+        made = func(*args, **(kwargs or {}))
+        self.seconds += now() - begin
+        self.count += 1
+        return made
+
+
+def product_seconds(function: Callable[[], None], vocab: int) -> tuple[float, int]:
+    """Seconds that `function` spends in matrix products over the vocabulary, and their number."""
+    with _Products(vocab) as products:
         function()
-        _wait()
-    microseconds = sum(
-        event.self_device_time_total if cuda else event.self_cpu_time_total
-        for event in profiler.key_averages(group_by_input_shape=True)
-        if event.key == "aten::mm" and any(vocab in shape for shape in event.input_shapes)
-    )
-    return float(microseconds) / 1e6
+    return products.seconds, products.count
 
 
 def training(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, float]:

@@ -14,6 +14,7 @@ from heads_training.dataset import to_draft_ids
 from heads_training.hidden_states import write_states
 from heads_training.target import read_rows
 from heads_training.train import TrainingData, make_trainer, new_heads, prepare, train
+from heads_training.train_config import HeadLoss, Mode
 from heads_training.training_state import STATE_FILE
 from tests.heads_training.made_data import TINY, StopAt, position_coded
 from vllm_bpd.errors import HeadsError
@@ -23,9 +24,9 @@ SHORT = replace(TINY, steps=12, validate_every=4)
 
 
 @pytest.mark.parametrize("head_loss", ["mean", "random", "weighted"])
-def test_each_head_learns_its_offset(head_loss: str, tmp_path: Path) -> None:
+def test_each_head_learns_its_offset(head_loss: HeadLoss, tmp_path: Path) -> None:
     config = replace(TINY, draft_vocab_size=0, steps=150, conditioning="none", distillation=0.0)
-    config = replace(config, head_loss=head_loss, learning_rate=1e-2)  # type: ignore[arg-type]
+    config = replace(config, head_loss=head_loss, learning_rate=1e-2)
     trained = train(config, position_coded(config.num_draft_heads), tmp_path)
     position = 20
     state_BD = torch.eye(48)[position : position + 1]
@@ -55,15 +56,22 @@ def test_the_target_speaks_first(tiny_data: TrainingData) -> None:
     assert torch.equal(heads(state_BD, state_BD), state_BD.unsqueeze(1).expand(2, 3, 64))
 
 
-def test_a_run_goes_on_exactly(tiny_data: TrainingData, tmp_path: Path) -> None:
-    whole = train(SHORT, tiny_data, tmp_path / "whole")
-    stopped = make_trainer(SHORT, tiny_data, tmp_path / "parts")
-    stopped.add_callback(StopAt(8))
+@pytest.mark.parametrize("mode", ["frozen", "finetune"])
+def test_a_run_goes_on_exactly(mode: Mode, tiny_data: TrainingData, tmp_path: Path) -> None:
+    """Ten and ten steps are twenty. In two processes: test_distributed.py."""
+    folder = tmp_path / "tuned" if mode == "finetune" else None
+    config = replace(
+        TINY, mode=mode, tuned_target=folder, head_loss="random", steps=20, validate_every=10
+    )
+    whole = train(config, tiny_data, tmp_path / "whole")
+    stopped = make_trainer(config, tiny_data, tmp_path / "parts")
+    stopped.add_callback(StopAt(10))
     stopped.run()
-    parts = train(SHORT, tiny_data, tmp_path / "parts")
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-10"]
+    parts = train(config, tiny_data, tmp_path / "parts")
     assert parts.validation_k_hat == whole.validation_k_hat
     states = [
-        load_file(tmp_path / name / "checkpoint-12" / STATE_FILE) for name in ("whole", "parts")
+        load_file(tmp_path / name / "checkpoint-20" / STATE_FILE) for name in ("whole", "parts")
     ]
     assert states[0].keys() == states[1].keys()
     assert {name.partition(".")[0] for name in states[0]} == {"model", "optimizer"}
