@@ -7,6 +7,7 @@ no longer the old target's, and heads made with it belong to it alone.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from dataclasses import replace
@@ -21,6 +22,8 @@ from heads_training.train import TrainingData
 from heads_training.train_config import TrainConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
+
+logger = logging.getLogger(__name__)
 
 MARK_FILE = "bpd-finetuned.json"  # says that a folder is ours, and may be replaced by a later run
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".md"}
@@ -65,6 +68,13 @@ def write_target(
         _write(trainer, weights, data, folder)
     trainer.accelerator.wait_for_everyone()
     target = read_rows(str(folder))
+    if target.fingerprint == data.target.fingerprint:
+        logger.warning(
+            "%s: the LM-head rows that a target is told by are those of the old one, so neither "
+            "target will refuse the other's heads; train longer, or with a higher "
+            "--base-learning-rate",
+            folder,
+        )
     bound = BlockwiseHeads(replace(heads.config, target=target.fingerprint))
     bound.load_state_dict(heads.state_dict())
     return bound, target

@@ -22,7 +22,7 @@ from tests.heads_training.run_training import HALF, STEPS, options
 
 # Ray leaves its processes' pipes open, and uses what it has itself deprecated.
 rays_own_warnings = pytest.mark.filterwarnings(
-    "ignore:.*:ResourceWarning", "ignore:`use_push_based_shuffle`:DeprecationWarning"
+    "ignore::ResourceWarning", "ignore::DeprecationWarning"
 )
 _TIMEOUT = 240  # seconds for one run's processes to start, train and end
 

@@ -88,6 +88,15 @@ def test_a_finished_run_writes_its_target_again(
     assert again.validation_k_hat == trained.validation_k_hat
 
 
+def test_a_target_that_looks_like_the_old_one_is_told(
+    tiny_data: TrainingData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(CONFIG, tuned_target=tmp_path / "t", steps=1, base_learning_rate=1e-12)
+    trained = train(config, tiny_data, tmp_path / "work")
+    assert trained.target.fingerprint == tiny_data.target.fingerprint
+    assert "neither target will refuse the other's heads" in caplog.text
+
+
 def test_another_folder_is_not_overwritten(tiny_data: TrainingData, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     config = replace(CONFIG, tuned_target=tmp_path)
