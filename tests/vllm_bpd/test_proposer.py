@@ -161,7 +161,7 @@ HANDLE = "llvmlite.binding.ffi"
 def test_a_second_engine_does_not_look_into_llvmlites_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, HANDLE, SimpleNamespace())  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, HANDLE, SimpleNamespace())
     handle, seen = sys.modules[HANDLE], []
 
     def original(overrides: Any) -> None:

@@ -46,6 +46,12 @@ def make(**changed: Any) -> BpdProposer:
     return made
 
 
+def heads_of(made: BpdProposer) -> SayingHeads:
+    heads: Any = made.model
+    assert isinstance(heads, SayingHeads)
+    return heads
+
+
 def table(*rows: list[int]) -> Texts:
     """What each request says so far, as the engine lays it down: stale ids behind its end."""
     tokens_TL = np.full((len(rows) + 1, 24), 6, np.int32)
@@ -74,8 +80,7 @@ def drafts(made: BpdProposer, num_drafts: int = PLACES) -> list[list[int]]:
 def test_each_request_is_drafted_for_as_far_as_heads_or_its_text_reach() -> None:
     made = make()
     assert drafts(made) == [[7, 8, 9, 5, 6], [22, 43], [], [26, 52]]
-    assert made.model is not None
-    assert made.model.batches == [(3, torch.float32)]  # type: ignore[attr-defined]
+    assert heads_of(made).batches == [(3, torch.float32)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -87,8 +92,7 @@ def test_fewer_drafts_are_the_first_ones(count: int) -> None:
 def test_no_draft_at_all_asks_no_head() -> None:
     made = make()
     assert drafts(made, 0) == [[], [], [], []]
-    assert made.model is not None
-    assert made.model.batches == []  # type: ignore[attr-defined]
+    assert heads_of(made).batches == []
 
 
 def test_without_context_lookup_the_heads_draft_alone() -> None:
@@ -161,10 +165,14 @@ def load(made: BpdProposer, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_drafting_is_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     made, heads = make(), SayingHeads()
-    original, asked = lattice_host.draft_blocks, []
-    monkeypatch.setattr(
-        lattice_host, "draft_blocks", lambda *given: asked.append(given) or original(*given)
-    )
+    original = lattice_host.draft_blocks
+    asked: list[tuple[Any, ...]] = []
+
+    def draft_blocks(*given: Any) -> Any:
+        asked.append(given)
+        return original(*given)
+
+    monkeypatch.setattr(lattice_host, "draft_blocks", draft_blocks)
     load(made, heads, monkeypatch)
     assert heads.batches == [(1, torch.bfloat16)]
     assert made.tally._drafted == {}

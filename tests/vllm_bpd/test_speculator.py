@@ -317,7 +317,7 @@ def test_no_more_is_searched_than_a_request_can_say(
 def test_the_lattice_comes_with_the_heads(
     speculator: BpdSpeculator, monkeypatch: pytest.MonkeyPatch, weights_PF: Tensor | None
 ) -> None:
-    heads = SimpleNamespace(lattice_weights_PF=weights_PF)
+    heads: Any = SimpleNamespace(lattice_weights_PF=weights_PF)
     monkeypatch.setattr(speculator_module, "load_heads_model", lambda config, target: heads)
     assert speculator.load_draft_model(nn.Module(), set()) is heads
     if weights_PF is None:

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from vllm_bpd import tally
 from vllm_bpd.tally import Tally
 
 HEADS, TEXT = False, True
@@ -65,7 +64,7 @@ def test_it_is_logged_now_and_then_once_there_is_something(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(tally.time, "monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     made = Tally()
 
     def step(after: float, tokens: list[int]) -> list[str]:
