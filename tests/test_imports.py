@@ -19,7 +19,7 @@ WITHOUT_VLLM = [
         f"vllm_bpd.{name}"
         for name in (
             "checkpoint", "config", "discovery", "entry", "errors", "fingerprint", "formats",
-            "heads", "patches", "patching", "proposer",
+            "heads", "lattice", "patches", "patching", "proposer", "tally",
         )
     ),
     *(
