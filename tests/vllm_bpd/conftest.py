@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before anything imports a library that reads them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 # On a busy machine any example may take long.
-settings.register_profile("unhurried", deadline=None)
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 
