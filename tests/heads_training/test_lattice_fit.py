@@ -44,7 +44,7 @@ def test_matches_of_each_row_are_those_of_its_own_window(
 def test_right_tokens_are_those_that_heads_are_trained_to_draft(places: int) -> None:
     prompt, answer = torch.tensor([7, 8]), torch.tensor([10, 11, 12, 13])
     text = [*prompt.tolist(), *answer.tolist()]
-    right_NP = lattice_fit.right_tokens(prompt, answer, places)
+    right_NP = lattice_fit.right_tokens(answer, places)
     for row in range(len(answer)):
         for place in range(places):
             index = drafted_position(len(prompt) - 1 + row, place)
@@ -118,7 +118,7 @@ def test_each_place_learns_from_its_own_tokens() -> None:
     prompt, answer = torch.tensor([1, 2, 3, 1]), torch.tensor([2, 9] * 30)
     head_ids_TKM = torch.full((60, 2, 1), 50)
     matches = lattice_fit.text_matches(prompt, answer)
-    right_TP = lattice_fit.right_tokens(prompt, answer, 2)
+    right_TP = lattice_fit.right_tokens(answer, 2)
     right_TP[:, 1] = torch.where(right_TP[:, 1] >= 0, 50, -1)
     rows = Lattice(head_ids_TKM, torch.full((60, 2, 1), -1.0), *matches, right_TP)
     drafted = lattice_fit.draft_rows(rows, lattice_fit.fit_weights(rows, 2))
@@ -209,7 +209,7 @@ def offline(
         *random_heads_say(len(said), heads, 2, 3, seed),
         torch.cat([found for found, _ in matches]),
         torch.cat([runs for _, runs in matches]),
-        torch.cat([lattice_fit.right_tokens(*part, places) for part in parts]),
+        torch.cat([lattice_fit.right_tokens(answer, places) for _, answer in parts]),
     )
     return rows, said, to_come
 
@@ -286,7 +286,7 @@ def test_examples_of_a_real_target(
     ]
     rows_T = torch.arange(shards.rows)
     monkeypatch.setattr(lattice_fit, "_ROWS_AT_ONCE", 50)
-    rows = lattice_fit.make_lattice(heads, shards, ids, rows_T, target, draft_ids_V, 4)
+    rows = lattice_fit.make_lattice(heads, shards, rows_T, target, draft_ids_V, 4)
 
     embedding_TD = target.embedding_VD.float()[shards.sampled_T]
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_examples_of_a_real_target(
         logp_TKV.gather(-1, column_TKM), rows.head_logp_TKM, rtol=1e-5, atol=1e-4
     )
     # Texts lie one after the other, each with its own prompt.
-    answer_of = torch.cat([lattice_fit.right_tokens(*each, 4) for each in ids])
+    answer_of = torch.cat([lattice_fit.right_tokens(answer, 4) for _, answer in ids])
     assert torch.equal(rows.right_TP, answer_of)
     first = 0
     for prompt, answer in ids:
