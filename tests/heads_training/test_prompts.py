@@ -115,7 +115,8 @@ def test_data_sets_of_three_shapes(tmp_path: Path, kind: str, stored: str) -> No
     found = read_dataset(name)
     assert contents(found) == [f"number {i}" for i in range(6)]
     assert {one.source for one in found} == {"set" if stored == "folder" else "train"}
-    assert len(found[0].messages) == (1 if kind == "prompt" else 2)
+    answer = () if kind == "prompt" else ({"role": "assistant", "content": "x"},)
+    assert found[0].messages[1:] == answer
 
 
 def test_rows_are_drawn_by_the_seed(tmp_path: Path) -> None:
