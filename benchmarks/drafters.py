@@ -1,0 +1,215 @@
+"""What each step of drafting adds, offline: heads, lookup, and both in one lattice.
+
+Walks recorded greedy answers of the target, each drafter in turn, for every k:
+
+    heads            each head's first choice
+    lookup           what followed the longest, latest match in the request's own text
+    lookup or heads  lookup where anything matches, the heads' choice elsewhere
+    lattice          heads and text scored together, as served (docs/acceptance.md)
+    lattice, cut C   the same, a draft ended where confidence falls below C
+
+Prints the tables in Markdown and writes the figures as JSON and a picture. The answers are those
+that `bpd-train generate` writes; `make bench` says how the figures in docs/acceptance.md are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads_training.dataset import Texts, read_texts
+from heads_training.hidden_states import write_states
+from heads_training.lattice_fit import Drafted, Lattice, draft_rows, make_lattice
+from heads_training.lattice_walk import walk_drafts
+from heads_training.target import read_rows
+from vllm_bpd.checkpoint import load_heads, load_lattice
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.lattice import draft_block
+
+CUTS = (0.1, 0.2, 0.3)
+_SAMPLED_BLOCKS = 2048  # rows whose whole blocks are drafted, to count repetitions
+_WINDOW = 1024  # tokens of text they see
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to draft, at every row and place, and where it stops."""
+
+    drafted: Drafted
+    min_confidence: float = 0.0
+
+
+def main() -> None:
+    """Walk, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters", description=__doc__)
+    parser.add_argument("--target", required=True, help="model folder")
+    parser.add_argument("--heads", required=True, type=Path, help="folder of heads with a lattice")
+    parser.add_argument("--answers", required=True, type=Path, help="folder of answers, or a file")
+    parser.add_argument("--work", type=Path, default=Path("bpd-work"), help="for hidden states")
+    parser.add_argument("--output", type=Path, help="JSON file; the picture lies beside it")
+    arguments = parser.parse_args()
+    heads, draft_ids_V = load_heads(arguments.heads, torch.bfloat16)
+    weights_PF = load_lattice(arguments.heads)
+    if weights_PF is None:
+        raise SystemExit(f"heads: {arguments.heads}: found no lattice; expected one to compare")
+    try:
+        shards = write_states(arguments.target, arguments.answers, arguments.work / "evaluated")
+        texts = read_texts(shards, heads.num_heads)
+        rows_T = torch.arange(texts.rows)
+        rows = make_lattice(
+            heads, texts, rows_T, read_rows(arguments.target), draft_ids_V, len(weights_PF)
+        )
+    except HeadsError as error:
+        raise SystemExit(f"error: {error}") from None
+    results = measure(variants(rows, weights_PF), texts)
+    results["repeated"] = repeated(rows, texts, weights_PF)
+    print(as_markdown(results))
+    if arguments.output:
+        write_results(arguments.output, results, arguments)
+
+
+def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
+    """Every drafter over `rows`."""
+    heads, places = rows.head_ids_TKM.shape[1], len(weights_PF)
+    length = len(rows.right_TP)
+    head_ids, text_ids = [], []
+    for place in range(places):
+        seen_T = (torch.arange(length) + place).clamp(max=length - 1)
+        text_ids.append(rows.match_ids_TR[seen_T, 0])
+        missing_T = torch.full((length,), -1)
+        head_ids.append(rows.head_ids_TKM[:, place, 0] if place < heads else missing_T)
+    heads_TP, text_TP = torch.stack(head_ids, 1), torch.stack(text_ids, 1)
+    lattice = draft_rows(rows, weights_PF)
+    return {
+        "heads": Variant(_always(rows, heads_TP, torch.zeros_like(heads_TP, dtype=torch.bool))),
+        "lookup": Variant(_always(rows, text_TP, text_TP >= 0)),
+        "lookup or heads": Variant(
+            _always(rows, torch.where(text_TP >= 0, text_TP, heads_TP), text_TP >= 0)
+        ),
+        "lattice": Variant(lattice),
+        **{f"lattice, cut {cut}": Variant(lattice, cut) for cut in CUTS},
+    }
+
+
+def _always(rows: Lattice, ids_TP: Tensor, from_text_TP: Tensor) -> Drafted:
+    """Drafts wherever there is an id, whatever the odds."""
+    return Drafted(ids_TP == rows.right_TP, (ids_TP >= 0).float(), from_text_TP)
+
+
+def measure(found: dict[str, Variant], texts: Texts) -> dict[str, Any]:
+    """Figures for every drafter: by k, and by category for every k."""
+    lengths_R = texts.answer_lengths_R
+    groups = [source.split(":")[0] for source in texts.sources]
+    places = next(iter(found.values())).drafted.match_TP.shape[1]
+    by_variant: dict[str, Any] = {}
+    for name, variant in found.items():
+        by_variant[name] = {"all": _by_k(variant, lengths_R.tolist(), places)}
+        for group in sorted(set(groups)):
+            inside_R = torch.tensor([g == group for g in groups])
+            own = Variant(
+                variant.drafted.at(inside_R.repeat_interleave(lengths_R)), variant.min_confidence
+            )
+            by_variant[name][group] = _by_k(own, lengths_R[inside_R].tolist(), places)
+    return {"answers": len(groups), "answer_tokens": texts.rows, "drafters": by_variant}
+
+
+def _by_k(variant: Variant, lengths: list[int], places: int) -> dict[str, Any]:
+    return {
+        str(k + 1): walk_drafts(variant.drafted, lengths, k, variant.min_confidence).report()
+        for k in range(1, places + 1)
+    }
+
+
+def repeated(rows: Lattice, texts: Texts, weights_PF: Tensor) -> dict[str, float]:
+    """Share of neighbouring drafts, 0..1, that are the same token: heads, lattice, the answers.
+
+    Heads that do not see each other's choice say a likely word twice.
+    """
+    heads = rows.head_ids_TKM.shape[1]
+    step = max(texts.rows // _SAMPLED_BLOCKS, 1)
+    rows_B = torch.arange(0, texts.rows, step)
+    window_BW = torch.stack([_window(texts, int(row)) for row in rows_B])
+    block = draft_block(
+        window_BW, rows.head_ids_TKM[rows_B], rows.head_logp_TKM[rows_B], weights_PF[:heads]
+    )
+    first_BK, right_BK = rows.head_ids_TKM[rows_B, :, 0], rows.right_TP[rows_B, :heads]
+    return {
+        name: round(float((ids[:, 1:] == ids[:, :-1]).float().mean()), 4)
+        for name, ids in (("heads", first_BK), ("lattice", block.ids_BP), ("answers", right_BK))
+    }
+
+
+def _window(texts: Texts, row: int) -> Tensor:
+    """int64 [W]: the text up to the token that `row` samples, -1 before its beginning."""
+    record = int(texts.record_T[row])
+    ids_N = texts.ids[record].long()
+    prompt = len(ids_N) - int(texts.answer_lengths_R[record])
+    seen_N = ids_N[: prompt + row - int(texts.first_rows[record]) + 1][-_WINDOW:]
+    return torch.nn.functional.pad(seen_N, (_WINDOW - len(seen_N), 0), value=-1)
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """Tokens a step for every drafter and k; then by category at k = 5 and the largest k."""
+    drafters = results["drafters"]
+    sizes = list(next(iter(drafters.values()))["all"])
+    lines = [f"Tokens a step, {results['answers']} answers of {results['answer_tokens']} tokens:"]
+    lines += ["", "| drafter | " + " | ".join(f"k = {k}" for k in sizes) + " |"]
+    lines.append("|---" * (len(sizes) + 1) + "|")
+    for name, rows in drafters.items():
+        cells = " | ".join(f"{rows['all'][k]['tokens_per_step']:.3f}" for k in sizes)
+        lines.append(f"| {name} | {cells} |")
+    for k in ("5", sizes[-1]):
+        groups = [group for group in next(iter(drafters.values())) if group != "all"]
+        lines += ["", f"k = {k}; accepted: share of the drafted tokens that is accepted", ""]
+        lines.append("| drafter | all | " + " | ".join(groups) + " | drafted a step | accepted |")
+        lines.append("|---" * (len(groups) + 4) + "|")
+        for name, rows in drafters.items():
+            cells = " | ".join(
+                f"{rows[group][k]['tokens_per_step']:.2f}" for group in ("all", *groups)
+            )
+            row = rows["all"][k]
+            lines.append(
+                f"| {name} | {cells} | {row['drafts_per_step']:.2f} | "
+                f"{row['accepted_per_draft']:.2f} |"
+            )
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in results["repeated"].items())
+    return "\n".join([*lines, "", f"Neighbouring tokens that are the same: {shares}."])
+
+
+def write_results(path: Path, results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The figures with what made them, and a picture beside them."""
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made_by = {
+        "command": "python -m benchmarks.drafters",
+        "target": Path(arguments.target).name,
+        "heads": arguments.heads.name,
+        "answers": arguments.answers.name,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "vllm-bpd")},
+    }
+    path.write_text(json.dumps(made_by | results, indent=2) + "\n", encoding="utf-8")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, rows in results["drafters"].items():
+        sizes = [int(k) for k in rows["all"]]
+        axes.plot(
+            sizes, [row["tokens_per_step"] for row in rows["all"].values()], marker="o", label=name
+        )
+    axes.set(title="tokens a step", xlabel="k", ylim=(1, None))
+    axes.legend()
+    figure.savefig(path.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
