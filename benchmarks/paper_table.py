@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="Markdown file that receives the table")
     parser.add_argument("--sentences", type=int, default=8000, help="training sentences")
     parser.add_argument("--base-steps", type=int, default=1500, help="steps of a base model")
-    parser.add_argument("--steps", type=int, default=400, help="steps of a cell's heads")
+    parser.add_argument("--frozen-steps", type=int, default=400, help="steps of frozen cells")
+    parser.add_argument("--finetune-steps", type=int, default=1000, help="steps of the others")
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 6, 8], help="block sizes")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     run(parser.parse_args())
@@ -96,11 +97,12 @@ def run(arguments: argparse.Namespace) -> None:
         if text not in results["bases"]:
             results["bases"][text] = _quality(task, dev, base)[1]
             _write_results(arguments.results, results)
-        for mode in arguments.modes:
-            for k in arguments.k:
+        for k in arguments.k:
+            for mode in arguments.modes:
                 cell = Cell(text, mode, k)
                 if cell.name not in results["cells"]:
-                    made = train_cell(cell, arguments.work / text, arguments.steps, task, dev)
+                    steps = getattr(arguments, f"{mode}_steps")
+                    made = train_cell(cell, arguments.work / text, steps, task, dev)
                     results["cells"][cell.name] = made
                     _write_results(arguments.results, results)
     table = format_table(results)
@@ -130,7 +132,7 @@ def train_cell(
         mode=cell.mode,
         tuned_target=tuned if cell.mode == "finetune" else None,
         num_draft_heads=cell.k - 1,
-        head_hidden_size=192,  # the base's own, as in the paper
+        head_hidden_size=96,
         activation="relu",
         conditioning="none",
         draft_vocab_size=0,
@@ -140,7 +142,7 @@ def train_cell(
         batch_size=1024,  # answer tokens; frozen
         batch_texts=32,
         learning_rate=2e-3,
-        base_learning_rate=5e-4,
+        base_learning_rate=1e-3,
         weight_decay=0.01,
         validation=0.02,
         validate_every=steps,
@@ -173,7 +175,8 @@ def _quality(task: Task, dev: list[Sentence], target: Path) -> tuple[list[Pair],
 
 def _read_results(arguments: argparse.Namespace) -> dict[str, Any]:
     """Results so far. Stops for those of other sizes: cells would not compare."""
-    made_by = {name: getattr(arguments, name) for name in ("sentences", "base_steps", "steps")}
+    sizes = ("sentences", "base_steps", "frozen_steps", "finetune_steps")
+    made_by = {name: getattr(arguments, name) for name in sizes}
     if not arguments.results.exists():
         versions = {name: version(name) for name in ("torch", "transformers", "vllm-bpd")}
         machine = {"python": platform.python_version(), "machine": platform.machine()}

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="bpd-train",
         description="Makes blockwise heads for a target. Without a command: all stages, each of "
-        "which goes on where it was stopped.",
+        "which goes on where it was stopped; `bpd-train all --help` lists their options.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for name, (text, sections) in _COMMANDS.items():
