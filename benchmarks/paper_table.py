@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=8000, help="training sentences")
     parser.add_argument("--base-steps", type=int, default=1500, help="steps of a base model")
     parser.add_argument("--frozen-steps", type=int, default=400, help="steps of frozen cells")
-    parser.add_argument("--finetune-steps", type=int, default=1000, help="steps of the others")
+    parser.add_argument("--finetune-steps", type=int, default=600, help="steps of the others")
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4, 6, 8], help="block sizes")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     run(parser.parse_args())
