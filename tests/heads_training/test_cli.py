@@ -131,6 +131,23 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (recipe.generate.seed, recipe.train.seed) == (3, 5)  # a stage's flags are its own
 
 
+def test_a_finetune_is_evaluated_beside_its_own_target(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"target: {tiny_target}\nanswers: {tiny_answers}\noutput: {tmp_path / 'heads'}\n"
+        f"work: {tmp_path / 'work'}\ntrain:\n  mode: finetune\n  num_draft_heads: 2\n"
+        f"  tuned_target: {tmp_path / 'tuned'}\n  head_hidden_size: 16\n  draft_vocab_size: 0\n"
+        "  steps: 3\n  validation: 0.3\n  autocast: false\n  base_learning_rate: 1e-3\n"
+    )
+    assert main(["train", f"--config={recipe}"]) == 0
+    trained = json.loads((tmp_path / "work" / "evaluation.json").read_text())
+    assert trained["target"] == "tuned"
+    assert main(["evaluate", f"--config={recipe}"]) == 0
+    assert json.loads((tmp_path / "work" / "evaluation.json").read_text()) == trained
+
+
 def test_a_short_context_needs_no_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
