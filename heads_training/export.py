@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers.trainer_utils import get_last_checkpoint
 
 from heads_training.hidden_states import write_states
+from heads_training.pipeline import fit_lattice
 from heads_training.provenance import PROVENANCE_FILE, versions
 from heads_training.recipe import Recipe
 from heads_training.target import read_rows, resolve_target
 from heads_training.train import TrainConfig, TrainingData, made_with, new_heads, prepare
 from heads_training.training_state import heads_weights, read_state
-from vllm_bpd.checkpoint import load_heads, require_replaceable, save_heads
+from vllm_bpd.checkpoint import load_heads, load_lattice, require_replaceable, save_heads
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import explain_mismatch, read_fingerprint
 from vllm_bpd.heads import BlockwiseHeads
@@ -32,8 +33,9 @@ def export_checkpoint(recipe: Recipe, command: str) -> str:
     require_replaceable(recipe.output)
     dtype: torch.dtype = getattr(torch, recipe.export.dtype)
     if recipe.export.heads is not None:
-        heads, ids_V, files = _stored(recipe.export.heads, recipe.target)
-        save_heads(recipe.output, heads, ids_V, dtype, files)
+        heads, ids_V = _stored(recipe.export.heads, recipe.target)
+        files, lattice_PW = _provenance(recipe.export.heads), load_lattice(recipe.export.heads)
+        save_heads(recipe.output, heads, ids_V, dtype, files, lattice_PW)
         return str(recipe.export.heads)
     shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
     # Soft labels take a pass over all states, and decide nothing here.
@@ -47,21 +49,24 @@ def export_checkpoint(recipe: Recipe, command: str) -> str:
     }
     files = {PROVENANCE_FILE: json.dumps(made, indent=2) + "\n"}
     save_heads(recipe.output, heads, data.draft_ids_V, dtype, files)
+    lattice_PW = fit_lattice(recipe, data.target, data.texts)
+    save_heads(recipe.output, heads, data.draft_ids_V, dtype, files, lattice_PW)
     return str(state)
 
 
-def _stored(
-    folder: Path, target: str
-) -> tuple[BlockwiseHeads, Tensor | None, dict[str, str] | None]:
-    """Heads of `target` in `folder`, their draft vocabulary, and their provenance."""
+def _stored(folder: Path, target: str) -> tuple[BlockwiseHeads, Tensor | None]:
+    """Heads of `target` in `folder`, and their draft vocabulary."""
     heads, ids_V = load_heads(folder)
     mismatch = explain_mismatch(heads.config.target, read_fingerprint(resolve_target(target)))
     if mismatch:
         raise HeadsError(f"{folder}: {mismatch}")
-    provenance = folder / PROVENANCE_FILE
-    if not provenance.is_file():
-        return heads, ids_V, None
-    return heads, ids_V, {PROVENANCE_FILE: provenance.read_text(encoding="utf-8")}
+    return heads, ids_V
+
+
+def _provenance(folder: Path) -> dict[str, str]:
+    """Name and text of the provenance in `folder`, if there is one."""
+    path = folder / PROVENANCE_FILE
+    return {path.name: path.read_text(encoding="utf-8")} if path.is_file() else {}
 
 
 def _newest(config: TrainConfig, data: TrainingData, work: Path) -> tuple[BlockwiseHeads, Path]:

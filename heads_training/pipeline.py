@@ -21,7 +21,7 @@ from heads_training.plot import check_plot_path, write_plot
 from heads_training.processes import main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
 from heads_training.recipe import Recipe
-from heads_training.target import read_rows, resolve_target
+from heads_training.target import TargetRows, read_rows, resolve_target
 from heads_training.train import Trained, TrainingData, prepare, train
 from vllm_bpd.checkpoint import load_heads, require_replaceable, save_heads
 
@@ -87,9 +87,9 @@ def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.
     save_heads(recipe.output, trained.heads, data.draft_ids_V)
     texts = _own_texts(recipe, data, trained)
-    calibrate_T, report_T = split_held_out(texts, recipe.train.validation)
-    weights_PW = _fit_lattice(recipe, trained, texts, calibrate_T)
+    weights_PW = fit_lattice(recipe, trained.target, texts)
     save_heads(recipe.output, trained.heads, data.draft_ids_V, lattice_weights_PW=weights_PW)
+    report_T = split_held_out(texts, recipe.train.validation)[1]
     report = evaluate_rows(recipe.output, trained.target, texts, report_T)
     save_heads(
         recipe.output,
@@ -101,14 +101,18 @@ def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
     return _write_report(recipe, report)
 
 
-def _fit_lattice(recipe: Recipe, trained: Trained, texts: Texts, rows_T: Tensor) -> Tensor | None:
-    """Weights of the lattice, float32 [P, W], for the heads as stored in `recipe.output`."""
+def fit_lattice(recipe: Recipe, target: TargetRows, texts: Texts) -> Tensor | None:
+    """Weights of the lattice, float32 [P, W], for the heads of `target` in `recipe.output`.
+
+    Fitted to held-out answers of `texts`, on which no figures are reported. None if the recipe
+    wants none.
+    """
     if not recipe.train.lattice_places:
         return None
+    rows_T = split_held_out(texts, recipe.train.validation)[0]
     places = max(recipe.train.lattice_places, recipe.train.num_draft_heads)
     heads, draft_ids_V = load_heads(recipe.output, torch.bfloat16)
-    rows = make_lattice(heads, texts, rows_T, trained.target, draft_ids_V, places)
-    return fit_weights(rows, places)
+    return fit_weights(make_lattice(heads, texts, rows_T, target, draft_ids_V, places), places)
 
 
 def _own_texts(recipe: Recipe, data: TrainingData, trained: Trained) -> Texts:

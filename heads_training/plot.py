@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from heads_training.lattice_walk import threshold_key
 from vllm_bpd.errors import HeadsError
 
 _SUFFIXES = (".png", ".svg")
@@ -26,7 +27,7 @@ def write_plot(path: Path, report: dict[str, Any]) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     by_head, by_k, by_group = figure.subplots(1, 3, width_ratios=(4, 3, 5))
     _draw_heads(by_head, report["by_head"])
-    _draw_k(by_k, report["by_k"])
+    _draw_k(by_k, report["by_k"], report.get("with_own_text"))
     _draw_groups(by_group, report["by_group"])
     title = " on ".join(str(report[name]) for name in ("heads", "target") if name in report)
     size = f"{report['answers']} answers, {report['answer_tokens']} tokens"
@@ -45,14 +46,27 @@ def _draw_heads(axes: Any, heads: list[dict[str, float]]) -> None:
     axes.legend()
 
 
-def _draw_k(axes: Any, rows: dict[str, Any]) -> None:
-    sizes, values = [int(k) for k in rows], [row["k_hat"] for row in rows.values()]
-    axes.plot(sizes, values, marker="o", color=_BLUE)
-    for k, value in zip(sizes, values, strict=True):
-        axes.annotate(f"{value:.2f}", (k, value), (0, 6), textcoords="offset points", ha="center")
-    axes.set(title="mean accepted block by k", xlabel="k", ylabel="tokens", xticks=sizes)
-    axes.set_ylim(1, max(values) * 1.1)
+def _draw_k(axes: Any, heads: dict[str, Any], with_own_text: dict[str, Any] | None) -> None:
+    """The heads alone and, for heads with a lattice, with the request's own text at 0.0."""
+    lines = [("heads alone", heads, _BLUE)]
+    if with_own_text is not None:
+        lines.append(
+            ("with the request's own text", with_own_text[threshold_key(0.0)]["by_k"], _DARK)
+        )
+    highest = 1.0
+    for label, rows, colour in lines:
+        sizes, values = [int(k) for k in rows], [row["k_hat"] for row in rows.values()]
+        axes.plot(sizes, values, marker="o", color=colour, label=label)
+        for k, value in zip(sizes, values, strict=True):
+            axes.annotate(
+                f"{value:.2f}", (k, value), (0, 6), textcoords="offset points", ha="center"
+            )
+        axes.set_xticks(sizes)
+        highest = max(highest, *values)
+    axes.set(title="mean accepted block by k", xlabel="k", ylabel="tokens")
+    axes.set_ylim(1, highest * 1.12)
     axes.margins(x=0.12)
+    axes.legend(loc="lower right")
 
 
 def _draw_groups(axes: Any, rows: dict[str, Any]) -> None:

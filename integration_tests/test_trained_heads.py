@@ -125,19 +125,29 @@ def test_overfitted_heads_reach_k(
     assert mean_accepted_block(batch) > K - 0.2
 
 
+@pytest.mark.parametrize("lattice_places", [0, 6])
 def test_the_walk_foretells_the_engine(
-    v1: EngineProcess, targets: dict[str, Path], recorded: Path, tmp_path: Path
+    v1: EngineProcess,
+    targets: dict[str, Path],
+    recorded: Path,
+    tmp_path: Path,
+    lattice_places: int,
 ) -> None:
     """Half-trained heads, so that blocks of every length occur: within 2% on the same texts."""
-    heads = trained(targets["llama"], recorded, tmp_path, 120)
+    lattice = f"--lattice-places={lattice_places}"
+    heads = trained(targets["llama"], recorded, tmp_path, 120, lattice)
     batch = serve(v1, targets["llama"], heads, PROMPTS)
     on = write_answers(tmp_path / "served.jsonl", PROMPTS, token_ids(batch))
     report = tmp_path / "report.json"
     words = ["evaluate", f"--target={targets['llama']}", f"--heads={heads}", f"--on={on}"]
     assert bpd_train([*words, f"--work={tmp_path / 'work'}", f"--json={report}"]) == 0
-    foretold = json.loads(report.read_text())["by_k"][str(K)]["k_hat"]
+    found = json.loads(report.read_text())
+    if lattice_places:  # the request's own text helps, until a draft is not likely enough
+        found = found["with_own_text"]["min_confidence 0.1"]
+    most = lattice_places + 1 if lattice_places else K
+    foretold = found["by_k"][str(most)]["k_hat"]
     served = mean_accepted_block(batch)
-    assert 1.3 < served < K - 0.5  # neither useless nor perfect heads, which would agree anyway
+    assert 1.3 < served < most - 0.5  # neither useless nor perfect, which would agree anyway
     assert foretold == pytest.approx(served, rel=0.02)
 
 
@@ -150,13 +160,13 @@ def test_export_serve_export_is_the_identity(
     draft_vocab_size: int,
 ) -> None:
     """Heads taken out of the engine are those that were put in, byte for byte."""
-    vocabulary = f"--draft-vocab-size={draft_vocab_size}"
-    heads = trained(targets["llama"], recorded, tmp_path, 5, vocabulary)
+    more = [f"--draft-vocab-size={draft_vocab_size}", f"--lattice-places={draft_vocab_size and 8}"]
+    heads = trained(targets["llama"], recorded, tmp_path, 5, *more)
     out = tmp_path / "out"
     serve(v1, targets["llama"], heads, PROMPTS[:1], save_heads=str(out))
     before, after = load_file(heads / WEIGHTS_FILE), load_file(out / WEIGHTS_FILE)
     assert before.keys() == after.keys()
-    assert len(before) == (3 if draft_vocab_size else 2)
+    assert len(before) == (4 if draft_vocab_size else 2)
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert tensor.view(torch.uint8).equal(after[name].view(torch.uint8)), name

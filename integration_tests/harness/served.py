@@ -25,4 +25,10 @@ def save_served(runner: Any, folder: Path) -> None:
         for name in ("hidden_layer", "output_layer"):
             weight = getattr(heads, name).weight
             weight.copy_(getattr(served.heads, name)(torch.eye(weight.shape[1])).T)
-    save_heads(folder, heads, served.draft_token_ids_V, dtype=torch.bfloat16)
+    save_heads(
+        folder,
+        heads,
+        served.draft_token_ids_V,
+        dtype=torch.bfloat16,
+        lattice_weights_PW=served.lattice_weights_PF,
+    )
