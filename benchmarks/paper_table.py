@@ -136,7 +136,8 @@ def train_cell(
         activation="relu",
         conditioning="none",
         draft_vocab_size=0,
-        head_loss="mean",
+        # Small and trained briefly, the base would forget its task if its own loss were one of k.
+        head_loss="weighted" if cell.mode == "finetune" else "mean",
         distillation=0.0,  # a matter of the text here
         steps=steps,
         batch_size=1024,  # answer tokens; frozen
