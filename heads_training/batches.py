@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from heads_training.dataset import IGNORED, Texts
 from heads_training.losses import SoftLabels, sparse_targets
+from heads_training.packing import pack
 from heads_training.train_config import TrainConfig
 from vllm_bpd.errors import HeadsError
 
@@ -229,19 +230,21 @@ class TunedSteps(Steps):
     def texts_batch(self, records: list[int]) -> tuple[dict[str, Tensor], Tensor]:
         """What the model runs for `records`, and the rows [R] of the texts whose states it makes.
 
-        No attention mask: texts are padded at their end, and causal attention never looks there.
+        Packed, a row holds several texts and attention stops at their borders. Otherwise a text has
+        a row of its own, padded at its end, where causal attention never looks.
         """
         kept = [self.kept(record) for record in records]
         longest = max(len(ids) for ids, _ in kept)
-        ids_BL = torch.zeros(len(records), longest, dtype=torch.int64)
-        places = []
-        for i, (ids, rows_R) in enumerate(kept):
-            ids_BL[i, : len(ids)] = ids
-            end = i * longest + len(ids)
+        capacity = max(self.config.max_tokens, longest) if self.config.packing else longest
+        packed = pack([ids.tolist() for ids, _ in kept], capacity, self.config.packing)
+        width, places = packed.input_ids_BL.shape[1], []
+        for (row, first), (ids, rows_R) in zip(packed.places, kept, strict=True):
+            end = row * width + first + len(ids)
             places.append(torch.arange(end - len(rows_R), end))
         all_R = torch.cat([rows_R for _, rows_R in kept])
         return {
-            "ids_BL": ids_BL,
+            "ids_BL": packed.input_ids_BL,
+            "positions_BL": packed.position_ids_BL,
             "places_R": torch.cat(places),
             "sampled_R": self.labels.texts.sampled_T[all_R],
         }, all_R

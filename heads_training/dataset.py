@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +66,11 @@ class Texts:
         return hidden_BD
 
 
-def read_texts(shards: list[Path], num_heads: int) -> Texts:
-    """Map shards and make every head's labels. Raises HeadsError for none or damaged ones."""
+def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
+    """Map shards, or take them as they are, and make every head's labels.
+
+    Raises HeadsError for none or damaged ones.
+    """
     if not shards:
         raise HeadsError(
             "states: found no shard; expected at least one, as `bpd-train train` makes"
@@ -76,8 +80,8 @@ def read_texts(shards: list[Path], num_heads: int) -> Texts:
     sources: list[str] = []
     loops: list[bool] = []
     ids: list[Tensor] = []
-    for path in shards:
-        shard = read_shard(path)
+    for given in shards:
+        shard = given if isinstance(given, Shard) else read_shard(given)
         hidden.append(shard.hidden_TD)
         for record, (prompt_ids, answer_ids) in enumerate(_split_ids(shard)):
             own_T, next_TK = label_text(prompt_ids, answer_ids, num_heads)

@@ -17,6 +17,7 @@ import torch
 
 from heads_training.loop import HeadsTrainer
 from heads_training.objectives import TunedObjective
+from heads_training.packing import require_packable
 from heads_training.target import TargetRows, load_model, read_rows
 from heads_training.train import TrainingData
 from heads_training.train_config import TrainConfig
@@ -36,6 +37,8 @@ def make_objective(
     if data.target.folder is None:
         raise HeadsError("target: found no folder; finetune starts from a checkpoint's weights")
     base = load_model(str(data.target.folder), torch.float32)
+    if config.packing:
+        require_packable(base)
     base.requires_grad_(True)
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -74,15 +74,17 @@ class TunedObjective(nn.Module):
     def forward(
         self,
         ids_BL: Tensor,
+        positions_BL: Tensor,
         places_R: Tensor,
         sampled_R: Tensor,
         targets: Targets | None = None,
     ) -> dict[str, Tensor]:
         """The loss in training; without targets, the drafts [R, K] and p1's choice [R].
 
+        `positions_BL` begin at 0 again with each text of a packed row, which no text looks beyond;
         `places_R` are the rows' places in the flattened batch.
         """
-        output = self.base.base_model(input_ids=ids_BL, use_cache=False)
+        output = self.base.base_model(input_ids=ids_BL, position_ids=positions_BL, use_cache=False)
         hidden_RD = output.last_hidden_state.flatten(0, 1)[places_R]
         conditioned = self.heads.config.conditioning == "sampled_token"
         embedding_RD = self.base.get_input_embeddings().weight[sampled_R] if conditioned else None

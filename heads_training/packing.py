@@ -70,11 +70,13 @@ def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def pack(texts: Sequence[Sequence[int]], capacity: int) -> Packed:
-    """Pack token ids into rows of at most `capacity`, as long as the fullest. Errors as
-    `fill_rows`."""
+def pack(texts: Sequence[Sequence[int]], capacity: int, share: bool = True) -> Packed:
+    """Pack token ids into rows of at most `capacity`, as long as the fullest.
+
+    Without `share` each text has a row to itself, padded. Errors as `fill_rows`.
+    """
     lengths = [len(text) for text in texts]
-    rows = fill_rows(lengths, capacity)
+    rows = fill_rows(lengths, capacity) if share else [[i] for i in range(len(texts))]
     longest = max(sum(lengths[i] for i in row) for row in rows)
     ids_BL = torch.zeros(len(rows), longest, dtype=torch.int64)
     positions_BL = torch.zeros_like(ids_BL)
@@ -129,6 +131,6 @@ def require_packable(model: Any) -> None:
             if difference > _LEAK * alone_BLD.abs().max():
                 raise HeadsError(
                     f"target: {type(model).__name__}: packed texts leak into each other; expected "
-                    "a model whose attention stops where positions start again; train it with "
-                    "padded batches"
+                    "a model whose attention stops where positions start again; give "
+                    "--no-packing to train it on padded batches"
                 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads_training.dataset import Texts, describe, read_texts, split_held_out
 from heads_training.evaluate import evaluate, evaluate_rows, write_json
 from heads_training.generate import GenerateConfig, generate
-from heads_training.hidden_states import write_states
+from heads_training.hidden_states import Shard, iterate_states, write_states
 from heads_training.lattice_fit import fit_weights, make_lattice
 from heads_training.lock import only_one
 from heads_training.plot import check_plot_path, write_plot
@@ -66,8 +66,7 @@ def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:
 
 
 def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
-    with main_first():
-        shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
+    shards = _shards(recipe)
     data = prepare(recipe.train, shards, read_rows(recipe.target))
     counts = describe(data.texts)
     logger.info(
@@ -80,7 +79,8 @@ def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
     if recipe.train.ray_workers:
         from heads_training.ray_workers import train_on_ray
 
-        train_on_ray(recipe.train, shards, recipe.target, recipe.work)  # `train` takes it up
+        paths = [shard for shard in shards if isinstance(shard, Path)]
+        train_on_ray(recipe.train, paths, recipe.target, recipe.work)  # `train` takes it up
     trained = train(recipe.train, data, recipe.work)
     if not processes().is_main_process:
         return None
@@ -113,6 +113,14 @@ def fit_lattice(recipe: Recipe, target: TargetRows, texts: Texts) -> Tensor | No
     places = max(recipe.train.lattice_places, recipe.train.num_draft_heads)
     heads, draft_ids_V = load_heads(recipe.output, torch.bfloat16)
     return fit_weights(make_lattice(heads, texts, rows_T, target, draft_ids_V, places), places)
+
+
+def _shards(recipe: Recipe) -> list[Path] | list[Shard]:
+    """Hidden states of the answers: on disk, made where needed, or in memory alone."""
+    if recipe.train.states == "online":
+        return list(iterate_states(recipe.target, recipe.answers_path))
+    with main_first():
+        return write_states(recipe.target, recipe.answers_path, recipe.work / "states")
 
 
 def _own_texts(recipe: Recipe, data: TrainingData, trained: Trained) -> Texts:

@@ -9,6 +9,7 @@ D hidden size.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from heads_training.dataset import (
     split_rows,
     to_draft_ids,
 )
+from heads_training.hidden_states import Shard
 from heads_training.target import TargetRows
 from heads_training.train_config import TrainConfig
 from heads_training.walk import frozen_rows
@@ -75,7 +77,9 @@ class Trained:
     skipped_batches: int  # passed over since no row had a label
 
 
-def prepare(config: TrainConfig, shards: list[Path], target: TargetRows) -> TrainingData:
+def prepare(
+    config: TrainConfig, shards: Sequence[Path | Shard], target: TargetRows
+) -> TrainingData:
     """Read the shards, split by prompt, choose the draft vocabulary on the training split.
 
     Raises HeadsError if a split has no rows.

@@ -10,6 +10,7 @@ from vllm_bpd.config import Activation, Conditioning
 from vllm_bpd.errors import HeadsError
 
 Mode = Literal["frozen", "finetune"]
+States = Literal["cached", "online"]
 HeadLoss = Literal["random", "mean", "weighted"]
 
 
@@ -33,6 +34,9 @@ class TrainConfig:
     lattice_places: Annotated[
         int, "most drafts a step where the request's own text helps the heads; 0: heads alone"
     ] = 8
+    states: Annotated[
+        States, "cached: hidden states in WORK/states; online: made in this run, held in memory"
+    ] = "cached"
     head_loss: Annotated[
         HeadLoss, "random: one of the losses drawn each step, as in the paper; mean; weighted"
     ] = "weighted"
@@ -44,6 +48,7 @@ class TrainConfig:
     batch_size: Annotated[int, "frozen: rows (answer tokens) a step, of all processes"] = 1024
     batch_texts: Annotated[int, "finetune: answers a step, of all processes"] = 16
     max_tokens: Annotated[int, "finetune: prompt and answer are cut behind so many tokens"] = 4096
+    packing: Annotated[bool, "finetune: several answers in a row of max_tokens, not padded"] = True
     gradient_accumulation: Annotated[int, "parts that a step's batch is run in, one by one"] = 1
     gradient_checkpointing: Annotated[bool, "finetune: recompute layers, to save memory"] = False
     logits_chunk: Annotated[int, "rows whose logits are held at once; bounds memory"] = 256
@@ -69,11 +74,19 @@ class TrainConfig:
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 1")
-        for name, allowed in (("mode", Mode), ("head_loss", HeadLoss)):
+        for name, allowed in (("mode", Mode), ("states", States), ("head_loss", HeadLoss)):
             if getattr(self, name) not in get_args(allowed):
                 expected = " or ".join(get_args(allowed))
                 raise HeadsError(f"{name}: found {getattr(self, name)!r}; expected {expected}")
         self._check_numbers()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.states == "online" and self.ray_workers:
+            raise HeadsError(
+                f"ray_workers: found {self.ray_workers} with states online; expected cached ones, "
+                "which workers read from disk"
+            )
         if (self.mode == "finetune") != (self.tuned_target is not None):
             raise HeadsError(
                 f"tuned_target: found {self.tuned_target}; expected a folder with mode finetune, "
@@ -94,6 +107,6 @@ class TrainConfig:
     def made_with(self) -> dict[str, Any]:
         """The fields that a training state must share with the run that goes on from it."""
         values = asdict(self)
-        del values["tuned_target"], values["ray_workers"]  # where, not what
+        del values["tuned_target"], values["ray_workers"], values["states"]  # where, not what
         del values["lattice_places"]  # fitted when the heads are done
         return values

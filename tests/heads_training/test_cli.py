@@ -51,6 +51,21 @@ def test_train_and_evaluate(
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
+def test_states_made_online_train_the_same_heads(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    made = {}
+    for states in ("cached", "online"):
+        work, heads = tmp_path / states / "work", tmp_path / states / "heads"
+        run = ["--steps", "4", "--validation", "0.3", "--no-autocast", "--head-hidden-size", "16"]
+        given = ["--target", str(tiny_target), "--answers", str(tiny_answers), "--work", str(work)]
+        run += ["--draft-vocab-size", "90", "--states", states]
+        assert main(["train", *given, "--output", str(heads), *run]) == 0
+        made[states] = (heads / "model.safetensors").read_bytes()
+        assert (work / "states").exists() == (states == "cached")
+    assert made["cached"] == made["online"]
+
+
 @pytest.mark.parametrize(
     "command", [[], ["all"], ["generate"], ["train"], ["evaluate"], ["export"]]
 )

@@ -65,3 +65,17 @@ def test_draft_vocabulary() -> None:
 def test_no_shards() -> None:
     with pytest.raises(HeadsError, match="found no shard"):
         dataset.read_texts([], 2)
+
+
+def test_held_out_answers_are_halved_by_prompt(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    texts = dataset.read_texts(write_states(str(tiny_target), tiny_answers, tmp_path), 2)
+    whole_T = dataset.split_rows(texts, 0.8)[1]
+    first_T, second_T = dataset.split_held_out(texts, 0.8)
+    assert sorted(first_T.tolist() + second_T.tolist()) == whole_T.tolist()
+    assert not set(texts.record_T[first_T].tolist()) & set(texts.record_T[second_T].tolist())
+    # One answer cannot be halved: it serves for both.
+    lone = next(v / 100 for v in range(100) if len(dataset.split_rows(texts, v / 100)[1]))
+    both = dataset.split_held_out(texts, lone)
+    assert torch.equal(both[0], both[1])

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from heads_training.cli import main
-from heads_training.finetune import MARK_FILE
+from heads_training.finetune import MARK_FILE, make_objective
 from heads_training.target import load_model, read_rows
-from heads_training.train import Trained, TrainingData, train
+from heads_training.train import Trained, TrainingData, make_steps, new_heads, train
 from heads_training.validation import agreement
 from tests.heads_training.made_data import TINY
 from vllm_bpd.checkpoint import read_config
@@ -156,3 +156,21 @@ def test_from_the_command_line(
     bad = [word if word != str(new) else str(tiny_target) for word in words]
     assert main(bad) == 2
     assert "tuned_target: " in capsys.readouterr().err
+
+
+def test_packed_answers_give_the_loss_of_padded_ones(tiny_data: TrainingData) -> None:
+    """Together in rows, several answers a row; each in a row of its own; the same loss and pull."""
+    found = {}
+    for packing in (True, False):
+        config = replace(CONFIG, packing=packing, autocast=False, batch_texts=8)
+        torch.manual_seed(0)
+        objective = make_objective(config, tiny_data, new_heads(config, tiny_data))
+        batch = make_steps(config, tiny_data)[0]
+        objective.train()
+        loss = objective(**batch)["loss"]
+        loss.backward()
+        pull = objective.base.model.layers[0].mlp.up_proj.weight.grad
+        found[packing] = (batch["ids_BL"].shape[0], loss.detach(), pull)
+    assert found[True][0] < found[False][0] == 8
+    torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[True][2], found[False][2], rtol=1e-3, atol=1e-6)
