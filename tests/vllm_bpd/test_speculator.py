@@ -290,9 +290,11 @@ def test_a_graph_sees_texts_that_grew_since_it_was_recorded(lattice: BpdSpeculat
 
 @pytest.mark.usefixtures("lattice", "graphs")
 def test_a_padded_graph_gives_the_eager_drafts(lattice: BpdSpeculator) -> None:
+    buffer_BP = lattice.draft_tokens
     drafts = propose(lattice, lengths=[4, 1, 4], rejected=[2, 0, 0])
     assert echo(lattice).batches == [4]
     assert drafts.tolist() == written_out([2, 1, 0], [1, 4, 8])
+    assert drafts.data_ptr() == buffer_BP.data_ptr()  # a real graph writes where it was recorded
 
 
 @pytest.mark.parametrize(("window", "limit", "width"), [(8192, 100, 100), (50, 100, 50)])
