@@ -113,14 +113,18 @@ def test_how_long_a_match_must_be_is_learned() -> None:
     assert drafted_ids(rows, lattice_fit.fit_weights(rows, 1))[0] == right
 
 
-def test_each_place_learns_from_its_own_tokens() -> None:
-    """At the first place the text is right, at the second the head, where the answer goes on."""
+def repeating(heads_right_from: int) -> Lattice:
+    """Two tokens in turn, where heads say 50; they are right from that place on, else the text."""
     prompt, answer = torch.tensor([1, 2, 3, 1]), torch.tensor([2, 9] * 30)
-    head_ids_TKM = torch.full((60, 2, 1), 50)
-    matches = lattice_fit.text_matches(prompt, answer)
     right_TP = lattice_fit.right_tokens(answer, 2)
-    right_TP[:, 1] = torch.where(right_TP[:, 1] >= 0, 50, -1)
-    rows = Lattice(head_ids_TKM, torch.full((60, 2, 1), -1.0), *matches, right_TP)
+    later_TP = right_TP[:, heads_right_from:]
+    later_TP[later_TP >= 0] = 50
+    head_ids_TKM, head_logp_TKM = torch.full((60, 2, 1), 50), torch.full((60, 2, 1), -1.0)
+    return Lattice(head_ids_TKM, head_logp_TKM, *lattice_fit.text_matches(prompt, answer), right_TP)
+
+
+def test_each_place_learns_from_its_own_tokens() -> None:
+    rows = repeating(heads_right_from=1)
     drafted = lattice_fit.draft_rows(rows, lattice_fit.fit_weights(rows, 2))
     assert drafted.match_TP[3:-1, 0].all()
     assert drafted.from_context_TP[3:-1, 0].all()
@@ -129,6 +133,17 @@ def test_each_place_learns_from_its_own_tokens() -> None:
     # Past the answer's end nothing is right.
     assert not drafted.match_TP[-1].any()
     assert not drafted.match_TP[-2, 1]
+
+
+def test_each_place_learns_from_the_text_before_it() -> None:
+    """What stood behind the words at hand is wrong one place later, where other words are."""
+    rows = repeating(heads_right_from=2)
+    drafted = lattice_fit.draft_rows(rows, lattice_fit.fit_weights(rows, 2))
+    for place in (0, 1):
+        ends = -1 - place
+        assert drafted.match_TP[3:ends, place].all()
+        assert drafted.from_context_TP[3:ends, place].all()
+        assert (drafted.confidence_TP[8:ends, place] > 0.8).all()
 
 
 def test_weights_that_no_text_tells_about_stay_as_they_start() -> None:
