@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from integration_tests.harness.adapters import write_adapter
 from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
-from integration_tests.harness.jobs import make_prompts
+from integration_tests.harness.jobs import make_job, make_prompts, run, stand_in
 from integration_tests.harness.matrix import MODES, NUM_HEADS, Group, Request, Suite, check_group
 
 VOCAB = 256
@@ -22,7 +23,8 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "block_size": BLOCK_SIZE,
 }
-# Bytes that a process may grow by over the second half of an abort test's rounds.
+# Rounds of streams dropped half-way, and the bytes a process may grow by over the second half.
+ROUNDS = 60
 GROWTH = 16 << 20
 
 
@@ -121,6 +123,24 @@ def test_as_without_speculation(play: Any, row: str, mode: str) -> None:
     assert batch["metrics"]["vllm:num_requests_running"] == 0
     assert batch["metrics"]["vllm:num_requests_waiting"] == 0
     assert batch["metrics"]["vllm:kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.row("abort")
+def test_memory_stays_flat(play: Any, engine: EngineProcess) -> None:
+    """Round after round of dropped streams: what is left is right, and memory does not grow."""
+    if engine.combo.runner == "V2":
+        pytest.skip("interpreted kernels are too slow for so many rounds")
+    play("abort")
+    suite = SUITES["abort"]
+    group = replace(suite.groups["abort"], repeat=ROUNDS)
+    job = make_job(suite.target, [group.batch("oracle")], **suite.engine)
+    job["llm"]["speculative_config"] = {"method": "bpd", "model": str(suite.heads)}
+    [batch] = run(engine, job | {"drafts": stand_in("plugin", suite.recordings())})["batches"]
+    check_group(group, batch)
+    resident = batch["resident"]
+    assert len(resident) == ROUNDS
+    assert resident[-1] - resident[ROUNDS // 2] < GROWTH
 
 
 @pytest.mark.row("batching")
