@@ -25,6 +25,7 @@ V1 = tuple(combo for combo in COMBOS if combo.runner == "V1")
 OPTIONS = [
     "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16",
     "--num-gpu-blocks-override", "256", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--structured-outputs-config.disable_any_whitespace", "true",
 ]  # fmt: skip
 TOOL: Any = {
     "type": "function",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, make_prompts, run, stand_in
 from integration_tests.harness.matrix import MODES, NUM_HEADS, Group, Request, Suite, check_group
+from integration_tests.harness.stand_ins import STOCK_V2
 
 VOCAB = 256
 BLOCK_SIZE = 32  # the CPU's attention takes multiples of it
@@ -85,6 +87,10 @@ MAKERS: dict[str, Callable[[Path, Path], Row]] = {
     "batching": batching, "preemption": preemption, "abort": abort, "LoRA": lora,
 }  # fmt: skip
 SUITES: dict[str, Suite] = {}
+LORA_FAULT = (
+    "vLLM's model runner V2 on a CPU, beside any drafter: with LoRA it maps logits to one row a "
+    "request, and a block has more (test_the_engine_alone)"
+)
 
 
 @pytest.fixture
@@ -109,8 +115,12 @@ def play(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.row(row)) for row in MAKERS])
-def test_as_without_speculation(play: Any, row: str, mode: str) -> None:
+def test_as_without_speculation(
+    play: Any, engine: EngineProcess, request: pytest.FixtureRequest, row: str, mode: str
+) -> None:
     """Ids of every request, and right inputs for the heads: with LoRA, the adapted states."""
+    if (row, engine.combo.runner) == ("LoRA", "V2"):
+        request.applymarker(pytest.mark.xfail(reason=LORA_FAULT, raises=AssertionError))
     group, replies = play(row)
     batch = replies[row, mode]
     check_group(group, batch)
@@ -162,6 +172,22 @@ def test_requests_are_preempted(play: Any) -> None:
 
 
 @pytest.mark.row("LoRA")
+def test_the_engine_alone(play: Any, engine: EngineProcess) -> None:
+    """LoRA fails in the same place with drafts that no plugin has made (V2)."""
+    if engine.combo.runner != "V2":
+        pytest.skip("the fault is model runner V2's")
+    with contextlib.suppress(AssertionError):  # `bpd` fails; what it is compared with is recorded
+        play("LoRA")
+    suite = SUITES["LoRA"]
+    job = make_job(suite.target, [suite.groups["LoRA"].batch("oracle")], **suite.engine)
+    job["llm"]["speculative_config"] = {**STOCK_V2, "num_speculative_tokens": NUM_HEADS}
+    reply = engine.run(job | {"drafts": stand_in("stock", suite.recordings())})
+    assert not reply["ok"]
+    assert "add_lora_logits" in reply["trace"]
+    assert "einsum" in reply["error"]
+
+
+@pytest.mark.row("LoRA")
 def test_adapters_change_the_text(play: Any) -> None:
     """The LoRA row is nothing if the adapters change nothing."""
     assert all(changed for request, changed in changes(play) if request.lora)
@@ -179,8 +205,9 @@ def test_the_base_is_itself_beside_adapters(play: Any) -> None:
 
 def changes(play: Any) -> list[tuple[Request, bool]]:
     """Each request of the mixed batch, and whether the base alone answers something else."""
-    group, _ = play("LoRA")
-    base = SUITES["LoRA"].groups["base"]
+    with contextlib.suppress(AssertionError):  # of the target alone: `bpd` is not looked at here
+        play("LoRA")
+    group, base = SUITES["LoRA"].groups["LoRA"], SUITES["LoRA"].groups["base"]
     return [
         (request, mixed["completions"] != alone["completions"])
         for request, mixed, alone in zip(group.requests, group.expected, base.expected, strict=True)

@@ -298,3 +298,18 @@ def test_what_the_engine_refuses(text: Suite, engine: EngineProcess, option: Any
     outputs = run(engine, job)["batches"][0]["outputs"]
     assert "not yet supported with speculative decoding" in outputs[0]["refused"]
     assert outputs[1] == text.groups["penalties"].expected[0]
+
+
+@pytest.mark.row("sampling")
+def test_beams_are_the_targets(text: Suite, engine: EngineProcess) -> None:
+    """Beam search asks for one token at a time, with logprobs: the same beams."""
+    prompts = [request.prompt for request in text.groups["logprobs"].requests[:3]]
+    beams = {"prompts": prompts, "beam": {"beam_width": 3, "max_tokens": 4, "ignore_eos": True}}
+    config = {"method": "bpd", "model": str(text.heads)}
+    plain, searched = (
+        run(engine, make_job(text.target, [beams], **text.engine, **more))["batches"][0]["outputs"]
+        for more in ({}, {"speculative_config": config})
+    )
+    assert [[ids for ids, _ in output["beams"]] for output in searched] == [
+        [ids for ids, _ in output["beams"]] for output in plain
+    ]
