@@ -1,8 +1,8 @@
-"""Rows faults and structure, against a server: tool calls, dropped streams, a worker killed."""
+"""Rows abort and faults, against a server: dropped streams, a worker killed."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import signal
 import time
@@ -24,21 +24,8 @@ from integration_tests.soak import connect
 V1 = tuple(combo for combo in COMBOS if combo.runner == "V1")
 OPTIONS = [
     "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16",
-    "--num-gpu-blocks-override", "256", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-    "--structured-outputs-config.disable_any_whitespace", "true",
+    "--num-gpu-blocks-override", "256",
 ]  # fmt: skip
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "tree",
-        "parameters": {
-            "type": "object",
-            "properties": {"kind": {"enum": ["in", "on"]}, "large": {"type": "boolean"}},
-            "required": ["kind", "large"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +41,7 @@ def options(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         pytest.param(
             combo,
             id=combo.name,
-            marks=[pytest.mark.row("structure", "faults", combo=combo.name)]
+            marks=[pytest.mark.row("abort", "faults", combo=combo.name)]
             + ([] if combo == COMBOS[0] else [pytest.mark.full]),
         )
         for combo in V1
@@ -68,6 +55,8 @@ def server(
 ) -> Iterator[Server]:
     """A running server of each release, on model runner V1."""
     combo: Combo = request.param
+    if combo != COMBOS[0] and importlib.util.find_spec("orjson") is None:
+        pytest.skip("`vllm serve` of 0.33 needs orjson, which an environment made for 0.32 lacks")
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with serving(combo, targets["settled"], log, options) as running:
         yield running
@@ -80,32 +69,6 @@ def complete(client: OpenAI, prompt: list[int], **more: Any) -> str:
         model="served", prompt=prompt, temperature=0, max_tokens=12, extra_body=body
     )
     return answer.choices[0].text
-
-
-def test_tool_calls_are_valid(server: Server) -> None:
-    """A required tool, eight times at once, greedy and sampled: arguments that fit its schema."""
-    client = connect(server)
-
-    def call(number: int) -> Any:
-        answer = client.chat.completions.create(
-            model="served",
-            messages=[{"role": "user", "content": f"call number {number}"}],
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "tree"}},
-            temperature=number % 2,
-            seed=number,
-            max_tokens=300,
-        )
-        [made] = answer.choices[0].message.tool_calls or []
-        return made
-
-    with ThreadPoolExecutor(8) as pool:
-        calls = list(pool.map(call, range(8)))
-    for made in calls:
-        arguments = json.loads(made.function.arguments)
-        assert made.function.name == "tree"
-        assert arguments["kind"] in ("in", "on")
-        assert isinstance(arguments["large"], bool)
 
 
 def test_dropped_streams_leave_nothing_behind(server: Server) -> None:

@@ -42,7 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def sampled_batch(setting: dict[str, Any], mode: str, samples: int = SAMPLES) -> dict[str, Any]:
     """Requests that give `samples` tokens, each with its own seed, four answers to a prompt."""
-    prompts = make_prompts([1] * math.ceil(samples / LENGTH / 4), VOCAB, seed=5)
+    # Of two tokens: V1's scheduler pads those of one with drafts of id -1 (docs/exactness.md).
+    prompts = make_prompts([2] * math.ceil(samples / LENGTH / 4), VOCAB, seed=5)
     sampling = {"max_tokens": LENGTH, "ignore_eos": True, "n": 4, **setting}
     requests = [
         # The n-th answer's seed is the request's plus n.

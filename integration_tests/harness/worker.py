@@ -34,7 +34,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration_tests.harness import driver
+from integration_tests.harness import driver, interpreted
 from integration_tests.harness.served import save_served
 
 DEFAULT_LLM = {
@@ -52,27 +52,6 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "per_position",
 }
-
-
-def pretend_triton_backend() -> None:
-    """Let Triton's interpreter run on a CPU: vLLM asks for an active backend before using it."""
-    import triton.backends
-
-    class Driver:
-        """A driver that says it is active."""
-
-        @staticmethod
-        def is_active() -> bool:
-            """Always: the interpreter needs no device."""
-            return True
-
-    class Backend:
-        """A backend with nothing but that driver."""
-
-        compiler = None
-        driver = Driver
-
-    triton.backends.backends["cpu"] = Backend
 
 
 @contextmanager
@@ -262,7 +241,8 @@ def main() -> None:
     jobs = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
     replies = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pretend_triton_backend()
+        interpreted.pretend_triton_backend()
+        interpreted.replace_kernel()
     for line in jobs:
         replies.write(json.dumps(run_job(json.loads(line))) + "\n")
         replies.flush()
