@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of few words."""
     return write_target(
-        Target("few-words", "llama", VOCAB, tied=False), tmp_path_factory.mktemp("few-words")
+        Target("few-words", "Llama", VOCAB, tied=False), tmp_path_factory.mktemp("few-words")
     )
 
 
