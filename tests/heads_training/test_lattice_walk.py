@@ -39,7 +39,7 @@ def test_sure_drafts_walk_as_without_thresholds() -> None:
 
 
 def test_a_draft_ends_where_the_product_falls_below() -> None:
-    confidence = [[0.9, 0.5], [1, 1], [1, 1], [0.3, 1], [0.6, 0.6], [1, 1]]
+    confidence = [[0.9, 0.5], [1.0, 1.0], [1.0, 1.0], [0.3, 1.0], [0.6, 0.6], [1.0, 1.0]]
     counts = walk_drafts(drafted(MATCH, confidence), [6], 2, 0.5)
     # Row 0 keeps its first draft alone and ends at row 2, whose two drafts reach row 5.
     assert (counts.steps, counts.empty, counts.drafted) == (2, 0, 3)
