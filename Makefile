@@ -9,7 +9,7 @@ ON_CPU := scripts/cpu_env.sh
 
 .DEFAULT_GOAL := help
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
-MATRIX := -m row -p integration_tests.harness.verdicts
+MATRIX := -m "row or full" -p integration_tests.harness.verdicts
 
 .PHONY: help setup demo test test-matrix soak serve bench lint clean
 
