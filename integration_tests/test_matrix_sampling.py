@@ -68,9 +68,9 @@ def heads(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def texts(batch: dict[str, Any]) -> list[list[int]]:
-    """Each prompt with its answer."""
+    """Each answer behind the prompt's last token: its first one is drawn from that, too."""
     return [
-        request["prompt"] + completion["token_ids"]
+        request["prompt"][-1:] + completion["token_ids"]
         for request, output in zip(batch["requests"], batch["outputs"], strict=True)
         for completion in output["completions"]
     ]

@@ -136,11 +136,12 @@ def test_every_way_of_the_readme(replies: dict[str, Any]) -> None:
         "serve 1": 3,  # JSON, with a number
         "serve 2": OTHER_HEADS,  # dotted
         "serve 3": 3,  # short flags
-        "yaml 4": OTHER_HEADS,
-        "offline 5": NUM_HEADS,
-        "offline 6": OTHER_HEADS,
+        "serve 4": OTHER_HEADS,  # of the section on training
+        "yaml 5": OTHER_HEADS,
+        "offline 6": NUM_HEADS,
+        "offline 7": OTHER_HEADS,
     }
-    served = ("serve", "yaml 4", "offline 5", "offline 6")
+    served = ("serve", "yaml 5", "offline 6", "offline 7")
     assert [name for name in replies if name.startswith(served)] == list(drafts)
     for name, expected in drafts.items():
         check_served(replies[name], replies["none"], expected)
