@@ -55,10 +55,18 @@ def tied(vocab: int, equal: list[int], ids: Any = None) -> Case:
     return matrix_VD, states_ND, ids_V, None
 
 
+def flat(vocab: int, ids: Any = None) -> Case:
+    """No few ids have nearly all probability; sixteenths are exact, too."""
+    matrix_VD, states_ND, ids_V, _ = case(vocab, ids)
+    return matrix_VD, states_ND / 16, ids_V, None
+
+
 # vLLM pads to a multiple of 64, so that the second of two ranks starts at 32 in a vocabulary of up
 # to 64 ids, at 64 in one of up to 128, and at 96 in one of up to 192.
 CASES: dict[str, Case] = {
     "even": case(128),
+    "flat": flat(131),
+    "flat, every third id": flat(131, range(0, 131, 3)),
     "odd": case(131),
     "second rank nearly empty": case(65),
     "second rank empty": case(30),
