@@ -1,7 +1,9 @@
 """`vllm_bpd.lattice` for requests on the host, compiled: what model runner V1 drafts with.
 
 There, one step has few requests and every call of a torch operator costs as much as the whole
-search: this takes microseconds. Same scores, same choices, up to float32 rounding.
+search: this takes microseconds. Same scores, same choices, up to float32 rounding. Compiled anew in
+each process (seconds, at load): numba's cache on disk would not notice when a constant of
+`vllm_bpd.lattice` changes, and fails to import where nothing can be written.
 
 Shape suffixes as in `vllm_bpd.lattice`; L tokens of one request, T rows of the token table.
 """
@@ -47,7 +49,7 @@ def draft_blocks(
     return ids_BP, counts_B, from_context_BP
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _draft_blocks(
     tokens_TL: Any,
     rows: Any,
@@ -90,7 +92,7 @@ def _draft_blocks(
                 text[kept + place] = token
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _best_matches(text: Any) -> tuple[Any, Any]:
     """Tokens behind the longest matches of `text`'s end, latest first among equals; lengths."""
     ids, runs = np.full(MATCHES, -1, np.int64), np.zeros(MATCHES, np.int64)
@@ -113,7 +115,7 @@ def _best_matches(text: Any) -> tuple[Any, Any]:
     return ids, runs
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _choose(
     head_ids: Any, head_logp: Any, match_ids: Any, match_runs: Any, weights: Any
 ) -> tuple[int, int, float]:
@@ -148,7 +150,7 @@ def _choose(
     return best, token, 1.0 / total
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def _named_before(token: int, match: int, head_ids: Any, match_ids: Any) -> bool:
     """Whether a head's candidate or a match before number `match` already gives `token`."""
     return bool(np.any(head_ids == token)) or bool(np.any(match_ids[:match] == token))
