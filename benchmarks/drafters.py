@@ -9,7 +9,7 @@ Walks recorded greedy answers of the target, each drafter in turn, for every k:
     lattice, cut C   the same, a draft ended where confidence falls below C
 
 Prints the tables in Markdown and writes the figures as JSON and a picture. The answers are those
-that `bpd-train generate` writes; `make bench` says how the figures in docs/acceptance.md are made.
+that `bpd-train generate` writes.
 """
 
 from __future__ import annotations

@@ -40,28 +40,8 @@ def to_records(conversation: Conversation, tokenizer: Any, stop_ids: Sequence[in
     """
     return [
         Record(prompt, answer, GIVEN, conversation.source)
-        for prompt, answer, _ in _turns(conversation, tokenizer, stop_ids)
+        for prompt, answer in _turns(conversation, tokenizer, stop_ids)
     ]
-
-
-def to_masked(
-    conversation: Conversation, tokenizer: Any, stop_ids: Sequence[int]
-) -> list[MaskedText]:
-    """The conversation as few texts with a mask: one where the template only ever appends.
-
-    Where a turn renders differently once others follow, a new text begins with that history, its
-    earlier answers unmasked there: each answer is covered exactly once. Errors as `to_records`.
-    """
-    texts: list[MaskedText] = []
-    for prompt, answer, whole in _turns(conversation, tokenizer, stop_ids):
-        mask = [False] * len(prompt)
-        if texts and prompt[: len(texts[-1].token_ids)] == texts[-1].token_ids:
-            earlier = texts.pop().answer_mask
-            mask[: len(earlier)] = earlier
-        mask += [True] * len(answer)
-        mask += [False] * (len(whole) - len(mask))
-        texts.append(MaskedText(whole, mask))
-    return texts
 
 
 def check_mask(text: MaskedText, tokenizer: Any, where: str) -> None:
@@ -78,8 +58,8 @@ def check_mask(text: MaskedText, tokenizer: Any, where: str) -> None:
 
 def _turns(
     conversation: Conversation, tokenizer: Any, stop_ids: Sequence[int]
-) -> list[tuple[list[int], list[int], list[int]]]:
-    """(prompt ids, answer ids, ids of the whole rendering) of each assistant turn."""
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids) of each assistant turn."""
     require_template(tokenizer)
     messages = conversation.messages
     turns = []
@@ -92,7 +72,7 @@ def _turns(
         answer = _to_stop(whole[len(prompt) :], stop_ids)
         mask = [False] * len(prompt) + [True] * len(answer)
         check_mask(MaskedText(prompt + answer, mask), tokenizer, where)
-        turns.append((prompt, answer, whole))
+        turns.append((prompt, answer))
     if not turns:
         roles = ", ".join(message["role"] for message in messages) or "nothing"
         raise HeadsError(

@@ -95,16 +95,6 @@ def pack(texts: Sequence[Sequence[int]], capacity: int, share: bool = True) -> P
     return Packed(ids_BL, positions_BL, segments_BL, places, lengths)
 
 
-def block_mask(segments_BL: Tensor) -> Tensor:
-    """[B, 1, L, L] bool: which tokens may look at which, those of one text and before them.
-
-    transformers takes it as it is as a model's `attention_mask`, where positions do not say
-    enough; it then replaces the masks of all layers, so not for models with sliding windows.
-    """
-    same_BLL = segments_BL.unsqueeze(2) == segments_BL.unsqueeze(1)
-    return same_BLL.tril().unsqueeze(1)
-
-
 def packed_hidden_state(model: Any, packed: Packed) -> Tensor:
     """[B, L, D] behind the final norm, in the model's dtype, on its device; never any logits.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from heads_training.conversation import MaskedText, check_mask, to_masked, to_records
+from heads_training.conversation import MaskedText, check_mask, to_records
 from heads_training.prompts import Conversation
 from tests.heads_training.tiny_chat import CHATML, FAMILIES, make_tokenizer
 from vllm_bpd.errors import HeadsError
@@ -48,18 +48,19 @@ def test_each_answer_is_a_record(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_mask_covers_the_answers_and_nothing_else(name: str) -> None:
     tokenizer = make_tokenizer(FAMILIES[name])
-    (text,) = to_masked(given(*MULTI_TURN), tokenizer, stops(name, tokenizer))
-    assert len(text.token_ids) == len(text.answer_mask)
-    assert text.token_ids == tokenizer.apply_chat_template(list(MULTI_TURN), return_dict=False)
-    covered, runs = [], 0
-    for i, (token, answer) in enumerate(zip(text.token_ids, text.answer_mask, strict=True)):
-        runs += answer and not text.answer_mask[i - 1]
-        if answer:
-            covered.append(token)
-    assert runs == 2
+    whole = tokenizer.apply_chat_template(list(MULTI_TURN), return_dict=False)
+    mask = [False] * len(whole)
     records = to_records(given(*MULTI_TURN), tokenizer, stops(name, tokenizer))
+    for record in records:
+        first = len(record.prompt_token_ids)
+        end = first + len(record.answer_token_ids)
+        assert whole[:end] == record.prompt_token_ids + record.answer_token_ids
+        assert not any(mask[first:end])  # each answer is covered once
+        mask[first:end] = [True] * (end - first)
+    assert sum(answer and not mask[i - 1] for i, answer in enumerate(mask)) == 2
+    covered = [token for token, answer in zip(whole, mask, strict=True) if answer]
     assert covered == [token for record in records for token in record.answer_token_ids]
-    check_mask(text, tokenizer, "here")
+    check_mask(MaskedText(whole, mask), tokenizer, "here")
 
 
 def test_thinking_is_learned_once_and_then_gone() -> None:
@@ -72,13 +73,8 @@ def test_thinking_is_learned_once_and_then_gone() -> None:
     assert "think>" not in tokenizer.decode(second.prompt_token_ids)
     assert ANSWERS[0] in tokenizer.decode(second.prompt_token_ids)
     # The history changed, so the second answer cannot share a text with the first.
-    texts = to_masked(given(*messages), tokenizer, stop_ids)
-    assert len(texts) == 2
-    covered = [
-        [t for t, answer in zip(text.token_ids, text.answer_mask, strict=True) if answer]
-        for text in texts
-    ]
-    assert covered == [first.answer_token_ids, second.answer_token_ids]
+    joined = first.prompt_token_ids + first.answer_token_ids
+    assert second.prompt_token_ids[: len(joined)] != joined
 
 
 def test_a_token_across_the_border_is_split_there() -> None:
