@@ -67,6 +67,16 @@ def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, ca
         assert accepted[-1] > 0, "the text behind the last head was never right"
 
 
+def test_dummy_weights_draft_as_many(engine: EngineProcess, target: Path, heads: Path) -> None:
+    """`load_format: dummy`, as for a benchmark without weights: the lattice's places are there."""
+    dummies = ENGINE | {"load_format": "dummy"}
+    config = {"method": "bpd", "model": str(heads), "min_confidence": 0.0}
+    job = make_job(target, [greedy(PROMPTS[:2], 8)], speculative_config=config, **dummies)
+    batch = run(engine, job)["batches"][0]
+    assert len(batch["spec"]["per_position"]) == PLACES
+    assert batch["spec"]["drafted"] > 0
+
+
 def test_the_text_adds_to_the_heads() -> None:
     """Counted by the tests above: the same heads accept more with the text beside them."""
     if not FIRST.keys() >= CASES.keys():

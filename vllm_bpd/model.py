@@ -29,7 +29,7 @@ from vllm_bpd.checkpoint import (
 from vllm_bpd.config import HeadsConfig
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
-from vllm_bpd.lattice import CANDIDATES
+from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
 from vllm_bpd.projection import DraftProjection, find_embedding
 
 
@@ -92,6 +92,11 @@ class BlockwiseHeadsModel(nn.Module):
             raise HeadsError(f"{', '.join(missing)}: missing from the heads' weights")
         return {f"heads.{name}" for name in loaded}
 
+    def take_dummy_lattice(self) -> None:
+        """Zeros for lattice weights: `load_weights` is not called where weights are dummies."""
+        if self.config.lattice_places is not None:
+            self.lattice_weights_PF = torch.zeros(self.places, NUM_WEIGHTS)
+
     def bind(self, target: nn.Module) -> None:
         """Share the target's vocabulary projection and, if conditioned on it, its embedding."""
         self.projection = DraftProjection(target, self.draft_token_ids_V)
@@ -149,6 +154,8 @@ def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHea
             load_config=load_config,
         )
     assert isinstance(model, BlockwiseHeadsModel)
+    if load_config.load_format == "dummy":
+        model.take_dummy_lattice()
     model.bind(target)
     return model
 

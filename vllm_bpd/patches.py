@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from vllm_bpd.patching import ABSENT, Patch, PatchError, apply, is_release
+from vllm_bpd.patching import ABSENT, ATTRIBUTES, Patch, PatchError, apply, is_release
 
 SUPPORTED = ">=0.32,<0.34"
 
@@ -77,6 +77,34 @@ RUNNERS = (
         "the `custom_class` branch hands over no hidden states",
     ),
     Patch(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        ATTRIBUTES + "input_batch, drafter",
+        None,
+        "what the replacement of propose_draft_token_ids reads of it",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        ATTRIBUTES + "req_ids, token_ids_cpu, num_tokens_no_spec",
+        None,
+        "each request's own text, which is drafted from",
+    ),
+    Patch(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ATTRIBUTES + "num_spec_tokens_to_schedule",
+        None,
+        "how many drafts a dynamic schedule wants",
+    ),
+    Patch(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        ATTRIBUTES + "num_draft_tokens",
+        None,
+        "how many rows of this step each request has",
+    ),
+    Patch(
         "vllm.v1.sample.rejection_sampler",
         "expand_batch_to_tokens",
         "(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)",
@@ -129,6 +157,28 @@ RUNNERS = (
         "num_speculative_tokens=None)",
         None,
         "overridden: drafts from the last accepted rows",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator",
+        ATTRIBUTES + "draft_tokens, speculative_config, max_num_reqs, hidden_size, vocab_size, "
+        "dtype, device, vllm_config",
+        None,
+        "what our V2 speculator inherits and reads",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.states",
+        "RequestState",
+        ATTRIBUTES + "all_token_ids, total_len",
+        None,
+        "each request's own text, which is drafted from",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        ATTRIBUTES + "num_reqs, query_start_loc, idx_mapping",
+        None,
+        "which rows of the hidden states and of the token table are a request's",
     ),
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils",

@@ -7,10 +7,12 @@ nothing.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args, get_origin
@@ -19,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 ABSENT: Final = "absent"
+ATTRIBUTES: Final = "instances have "  # and their names, comma and space between
 _MARK = "__bpd_patch__"
 
 
@@ -28,7 +31,7 @@ class Patch:
 
     module: str  # where it lives
     attribute: str  # "name" or "Class.name"
-    expected: str  # what `describe` must say of it: parameters, "Literal", or ABSENT
+    expected: str  # what `state` finds: parameters, "Literal", ABSENT, or ATTRIBUTES and names
     replacement: str | None  # "module:function", called with the original first; None: only used
     why: str  # what it is for
     versions: str = ">=0.32,<0.34"  # releases where `expected` was read and tested
@@ -60,6 +63,32 @@ def describe(value: Any) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
+def attributes_among(made_by: type, names: Iterable[str]) -> str:
+    """Which of `names` instances of a class have: ATTRIBUTES and those, in the order given.
+
+    Known from the class itself, its annotations (fields of a dataclass) and what any `__init__`
+    assigns to `self`; nothing is built. Raises OSError where an `__init__` has no source.
+    """
+    known: set[str] = set()
+    for owner in made_by.__mro__[:-1]:
+        known |= vars(owner).keys() | vars(owner).get("__annotations__", {}).keys()
+        if "__init__" in vars(owner) and not hasattr(owner, "__dataclass_fields__"):
+            known |= _assigned_to_self(vars(owner)["__init__"])
+    return ATTRIBUTES + ", ".join(name for name in names if name in known)
+
+
+def _assigned_to_self(init: Callable[..., Any]) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
 def state(patch: Patch, version: str) -> tuple[bool, str]:
     """(usable, what was found) of one row on the installed `version` of the patched package."""
     if not is_release(version, patch.versions):
@@ -72,8 +101,11 @@ def state(patch: Patch, version: str) -> tuple[bool, str]:
     if hasattr(found, _MARK):
         return True, "patched"
     try:
-        shape = describe(found)
-    except (TypeError, ValueError):
+        if patch.expected.startswith(ATTRIBUTES):
+            shape = attributes_among(found, patch.expected.removeprefix(ATTRIBUTES).split(", "))
+        else:
+            shape = describe(found)
+    except (TypeError, ValueError, OSError):
         shape = repr(found)
     return shape == patch.expected, shape
 

@@ -134,9 +134,12 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             drafts = f"has {heads.num_draft_heads} heads"
             if most > heads.num_draft_heads:
                 drafts += f" and a lattice of {most} places"
+            more = "or train more"
+            if heads.max_drafts > most:
+                more = f"or up to {heads.max_drafts} with context_lookup: true"
             raise HeadsError(
                 f"num_speculative_tokens: found {self.num_speculative_tokens}; the checkpoint in "
-                f"{found.folder} {drafts}; give at most {most}, or train more"
+                f"{found.folder} {drafts}; give at most {most}, {more}"
             )
         self._check_schedule()
         target = self.target_model_config

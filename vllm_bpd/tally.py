@@ -23,6 +23,7 @@ class Tally:
         self.from_context = 0
         self._drafted: dict[str, list[bool]] = {}
         self._logged_at = time.monotonic()
+        self._logged = 0
 
     def note_drafts(self, request_id: str, from_context: list[bool]) -> None:
         """Remember where the drafts that go under verification came from."""
@@ -45,7 +46,8 @@ class Tally:
             return
         self._logged_at = time.monotonic()
         total = self.from_heads + self.from_context
-        if total:
+        if total > self._logged:
+            self._logged = total
             logger.info(
                 "bpd: %d drafts accepted: %d from the heads, %d from the requests' own text",
                 total,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import vllm.engine.arg_utils
 import vllm.v1.worker.gpu.model_runner
+import vllm.v1.worker.gpu.states
 import vllm.v1.worker.gpu_model_runner
 
 import vllm_bpd.model  # noqa: F401
@@ -121,6 +122,14 @@ def refused(how: str, target: str, heads: str) -> dict[str, str]:
             raise AssertionError(f"called with {vllm_config} and {device}")
 
         runner.init_speculator = init_speculator
+    elif how == "instance attribute":
+        states: Any = vllm.v1.worker.gpu.states
+
+        class RequestState:
+            def __init__(self) -> None:
+                self.all_token_ids: list[int] = []
+
+        states.RequestState = RequestState
     elif how == "options":
         patches.vllm_version = lambda: "0.10.0"
         engine_args.EngineArgs.add_cli_args = staticmethod(lambda parser: parser)

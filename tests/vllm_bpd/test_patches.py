@@ -104,7 +104,7 @@ def refusals(
     folder = tmp_path_factory.mktemp("refusals")
     target = write_target(folder / "target")
     heads = write_heads(folder / "heads", target)
-    ways = ["version", "entry signature", "runner signature", "options"]
+    ways = ["version", "entry signature", "runner signature", "instance attribute", "options"]
     said = run_fresh(fresh_process, refused, *[(way, str(target), str(heads)) for way in ways])
     return dict(zip(ways, said, strict=True))
 
@@ -123,6 +123,11 @@ def refusals(
             "runner signature",
             "vllm.v1.worker.gpu.model_runner.init_speculator: expected "
             "(vllm_config, device, req_states), found (vllm_config, device)",
+        ),
+        (
+            "instance attribute",
+            "vllm.v1.worker.gpu.states.RequestState: expected instances have all_token_ids, "
+            "total_len, found instances have all_token_ids",
         ),
         ("options", "release 0.10.0 is not >=0.32,<0.34"),
     ],

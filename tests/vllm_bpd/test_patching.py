@@ -10,7 +10,16 @@ from typing import Any, Literal, get_args
 import pytest
 
 from vllm_bpd import patching
-from vllm_bpd.patching import ABSENT, Patch, PatchError, apply, apply_unchecked, describe, state
+from vllm_bpd.patching import (
+    ABSENT,
+    ATTRIBUTES,
+    Patch,
+    PatchError,
+    apply,
+    apply_unchecked,
+    describe,
+    state,
+)
 
 pytestmark = pytest.mark.row("upgrade")
 
@@ -117,6 +126,66 @@ def test_widens_a_literal(engine: Any) -> None:
     apply(rows, VERSION)
     apply(rows, VERSION)
     assert get_args(engine.Kinds) == ("x", "y", "z")
+
+
+class Table:
+    kind = "tokens"
+
+    def __init__(self) -> None:
+        """Fields that only instances have, one of them annotated, one in a branch."""
+        self.ids: list[int] = []
+        if self.ids:
+            self.seldom, other = 1, 2
+            self.ids[0] = other
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def later(self) -> None:
+        self.not_at_once = 1
+
+
+class Wider(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 1
+
+
+@dataclasses.dataclass
+class Record:
+    first: int
+    second: int = 2
+
+
+class NoInit:
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("made_by", "asked", "has"),
+    [
+        (Table, "ids, seldom, length, kind", "ids, seldom, length, kind"),
+        (Table, "ids, other, not_at_once, width", "ids"),
+        (Wider, "width, ids, gone", "width, ids"),
+        (Record, "second, first, third", "second, first"),
+        (NoInit, "name, gone", "name"),
+        (NoInit, "gone", ""),
+    ],
+)
+def test_what_instances_have_is_known_without_making_one(
+    engine: Any, made_by: type, asked: str, has: str
+) -> None:
+    engine.Made = made_by
+    usable, found = state(row("Made", ATTRIBUTES + asked, None), VERSION)
+    assert found == ATTRIBUTES + has
+    assert usable == (asked == has)
+
+
+def test_attributes_of_a_class_without_source_are_not_vouched_for(engine: Any) -> None:
+    exec("class Made:\n    def __init__(self):\n        self.ids = []", vars(engine))
+    usable, _ = state(row("Made", ATTRIBUTES + "ids", None), VERSION)
+    assert not usable
 
 
 def test_applying_twice_wraps_once(engine: Any) -> None:

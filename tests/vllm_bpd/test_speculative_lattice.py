@@ -76,10 +76,12 @@ def test_behind_the_heads_only_context_drafts(
     assert lattice(**asked).num_speculative_tokens == most
     for count in range(1, most + 1):
         assert lattice(num_speculative_tokens=count, **asked).num_speculative_tokens == count
-    places = " and a lattice of 8 places" if context_lookup else ""
+    places, more = "", "up to 8 with context_lookup: true"
+    if context_lookup:
+        places, more = " and a lattice of 8 places", "train more"
     assert refusal(lambda: lattice(num_speculative_tokens=most + 1, **asked)) == (
         f"num_speculative_tokens: found {most + 1}; the checkpoint in {folder / 'lattice'} has "
-        f"3 heads{places}; give at most {most}, or train more"
+        f"3 heads{places}; give at most {most}, or {more}"
     )
 
 

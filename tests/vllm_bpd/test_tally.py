@@ -82,3 +82,6 @@ def test_it_is_logged_now_and_then_once_there_is_something(
             "bpd: 4 drafts accepted: 2 from the heads, 2 from the requests' own text"
         ]
         assert step(1, [1, 2]) == []
+        assert len(step(40, [1, 2])) == 1
+        assert step(40, [1]) == []  # nothing more than the last line says
+        assert len(step(40, [1, 2])) == 1
