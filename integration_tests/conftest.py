@@ -12,6 +12,8 @@ from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.releases import ReleaseError
 from integration_tests.harness.targets import TARGETS, write_target
 
+OLDEST = "0.29"
+NEWEST_V2 = Combo("0.33", "V2")
 _ON_ONE_RELEASE = {"test_lattice.py", "test_training_data.py"}
 
 
@@ -19,7 +21,7 @@ _ON_ONE_RELEASE = {"test_lattice.py", "test_training_data.py"}
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
-    """A live engine process; every test that asks for it runs on all four combinations."""
+    """A live engine process; every test that asks for it runs on every combination."""
     combo: Combo = request.param
     log = tmp_path_factory.mktemp("engine") / f"{combo.name}.log"
     try:
@@ -38,9 +40,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs the matrix on one combination, `make test-matrix` on all four.
+    """`make test` runs the matrix on one combination, `make test-matrix` on all.
 
-    What our code does alike on both releases, it runs on the older one.
+    What our code does alike on all releases, it runs on the installed one. Of the oldest release
+    one whole test tells whether it differs, on V1; of interpreted V2, which is slow, on the newest.
     """
     for item in items:
         combo = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
@@ -48,11 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         matrix = item.path.name.startswith("test_matrix_") and combo != COMBOS[0]
         ours = item.path.name in _ON_ONE_RELEASE and combo.release != COMBOS[0].release
-        # Interpreted V2 is slow; one whole test tells whether the newer release differs.
-        slow = (
-            item.path.name == "test_exactness.py"
-            and combo == COMBOS[-1]
-            and not item.name.startswith("test_ids_and_counters")
-        )
-        if matrix or ours or slow:
+        whole = item.name.startswith("test_ids_and_counters")
+        slow = item.path.name == "test_exactness.py" and combo == NEWEST_V2 and not whole
+        oldest = combo.release == OLDEST and not (whole and combo.runner == "V1")
+        if matrix or ours or slow or oldest:
             item.add_marker("full")

@@ -33,6 +33,8 @@ ENGINE = {
     "max_num_batched_tokens": 1024,
 }
 MODES = ("heads", *CORRUPT_EVERY)
+# Its V2 drafts the same number whatever a dynamic schedule says: bpd refuses a schedule there.
+NO_SCHEDULE_ON_V2 = "0.29"
 # Asynchronous steps are tried on the recorded text from here on, to the same end.
 RESUME_AT = 100
 # Target, further fields of the heads' config, and how many of the heads draft.
@@ -168,6 +170,9 @@ def test_dynamic_schedule(
     ]
     batches += [greedy(PROMPTS[:small], few, mode) for mode in CORRUPT_EVERY]
     job = make_job(targets["llama"], batches, speculative_config=config, **ENGINE)
+    if engine.combo.runner == "V2" and engine.combo.release == NO_SCHEDULE_ON_V2:
+        assert engine.run(job)["error"].startswith("num_speculative_tokens_per_batch_size: found [")
+        return
     reply = run(engine, job | {"drafts": stand_in("plugin", llama)})
     large = reply["batches"][0]
     assert ids_of(large) == [

@@ -150,3 +150,24 @@ def keep_dynamic_schedule(original: Callable[[Any], None], vllm_config: Any) -> 
     """0.33 drops dynamic schedules on V1 but for proposers it knows to honour them: ours does."""
     if getattr(vllm_config.speculative_config, "method", None) != METHOD:
         original(vllm_config)
+
+
+def v2_unsupported_features(original: Callable[[Any], list[str]], vllm_config: Any) -> list[str]:
+    """0.29 lists what V2 lacks, every method that it does not know included: ours it can have."""
+    return [
+        feature for feature in original(vllm_config) if feature != f"speculative method '{METHOD}'"
+    ]
+
+
+def refuse_dynamic_schedule_on_v2(original: Callable[[Any], None], vllm_config: Any) -> None:
+    """Before 0.32, V2 verifies all drafts of every step: a schedule would be ignored in silence."""
+    speculative = vllm_config.speculative_config
+    schedule = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+    ours = getattr(speculative, "method", None) == METHOD
+    if ours and schedule is not None and vllm_config.use_v2_model_runner:
+        raise HeadsError(
+            f"num_speculative_tokens_per_batch_size: found {schedule!r}; model runner V2 follows "
+            "no schedule before vLLM 0.32; leave it out, or use model runner V1 "
+            "(VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    original(vllm_config)

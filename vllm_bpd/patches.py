@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from vllm_bpd.patching import ABSENT, ATTRIBUTES, Patch, PatchError, apply, is_release
 
-SUPPORTED = ">=0.32,<0.34"
+SUPPORTED = ">=0.29,<0.34"
 
 ENTRY = (
     Patch(
@@ -59,6 +59,22 @@ RUNNERS = (
         "vllm_bpd.entry:keep_dynamic_schedule",
         "V1 allows dynamic schedules to a list of proposers that honour them; ours does too",
         versions=">=0.33,<0.34",
+    ),
+    Patch(
+        "vllm.config.vllm",
+        "VllmConfig._get_v2_model_runner_unsupported_features",
+        "(self)",
+        "vllm_bpd.entry:v2_unsupported_features",
+        "V2 names the methods it serves in a closed list; from 0.30 on, those it does not",
+        versions=">=0.29,<0.30",
+    ),
+    Patch(
+        "vllm.config.vllm",
+        "VllmConfig._maybe_override_dynamic_sd_cudagraph_mode",
+        "(self)",
+        "vllm_bpd.entry:refuse_dynamic_schedule_on_v2",
+        "V2 drafts the same number whatever a dynamic schedule says; from 0.32 on it follows it",
+        versions=">=0.29,<0.32",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner",
@@ -124,6 +140,7 @@ RUNNERS = (
         "(overrides)",
         "vllm_bpd.proposer:register_kernels",
         "on a CPU it looks into every module and fails on numba's, once something was drafted",
+        versions=">=0.31,<0.34",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner",
@@ -131,6 +148,31 @@ RUNNERS = (
         "(vllm_config, device, req_states)",
         "vllm_bpd.speculator:init_speculator",
         "V2 picks its speculator in a closed if/elif",
+        versions=">=0.32,<0.34",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner",
+        "init_speculator",
+        "(vllm_config, device)",
+        "vllm_bpd.speculator:init_speculator",
+        "V2 picks its speculator in a closed if/elif",
+        versions=">=0.29,<0.32",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.__init__",
+        "(self, vllm_config, device)",
+        "vllm_bpd.speculator:init_runner",
+        "init_speculator is not given the requests' texts, which the runner makes after it",
+        versions=">=0.29,<0.32",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner",
+        ATTRIBUTES + "speculator, req_states",
+        None,
+        "what the replacement of its __init__ reads of it",
+        versions=">=0.29,<0.32",
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.speculator",
@@ -157,6 +199,18 @@ RUNNERS = (
         "num_speculative_tokens=None)",
         None,
         "overridden: drafts from the last accepted rows",
+        versions=">=0.32,<0.34",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.propose",
+        "(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, "
+        "aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, "
+        "temperature, seeds, dp_sync=None, dummy_run=False, skip_attn_for_dummy_run=False, "
+        "mm_inputs=None, is_profile=False)",
+        None,
+        "overridden: drafts from the last accepted rows",
+        versions=">=0.29,<0.32",
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.speculator",
@@ -194,6 +248,15 @@ RUNNERS = (
         "max_query_len=None, num_ubatches=1)",
         None,
         "picks the graph for a batch, or eager",
+        versions=">=0.30,<0.34",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        "(self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=None)",
+        None,
+        "picks the graph for a batch, or eager",
+        versions=">=0.29,<0.30",
     ),
     Patch(
         "vllm.v1.spec_decode.dynamic.utils",

@@ -34,7 +34,7 @@ class Patch:
     expected: str  # what `state` finds: parameters, "Literal", ABSENT, or ATTRIBUTES and names
     replacement: str | None  # "module:function", called with the original first; None: only used
     why: str  # what it is for
-    versions: str = ">=0.32,<0.34"  # releases where `expected` was read and tested
+    versions: str = ">=0.29,<0.34"  # releases where `expected` was read and tested
 
     @property
     def symbol(self) -> str:

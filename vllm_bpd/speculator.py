@@ -27,10 +27,11 @@ class BpdSpeculator(DraftModelSpeculator):
 
     model: BlockwiseHeadsModel
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         """Reserve the buffers that a captured graph reads and writes.
 
-        `req_states` is the runner's: what each request says, and how long it is.
+        `req_states` is the runner's: what each request says, and how long it is. None before vLLM
+        0.32, until `init_runner` sets it.
         """
         super().__init__(vllm_config, device)
         self.req_states = req_states
@@ -130,6 +131,7 @@ class BpdSpeculator(DraftModelSpeculator):
         mm_inputs: Any = None,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
+        dp_sync: Any = None,  # what dp_sync_state is called before 0.32
     ) -> Tensor:
         """Draft ids, int64 [B, K], from the target's last hidden states [T, D].
 
@@ -163,9 +165,19 @@ class BpdSpeculator(DraftModelSpeculator):
 
 
 def init_speculator(
-    original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any
+    original: Callable[..., Any], vllm_config: Any, device: torch.device, *req_states: Any
 ) -> Any:
-    """Build our speculator for method `bpd`; pass on for the others."""
+    """Build our speculator for method `bpd`; pass on for the others.
+
+    Before 0.32 there are no `req_states` yet: `init_runner` hands them over.
+    """
     if vllm_config.speculative_config.method == METHOD:
-        return BpdSpeculator(vllm_config, device, req_states)
-    return original(vllm_config, device, req_states)
+        return BpdSpeculator(vllm_config, device, *req_states)
+    return original(vllm_config, device, *req_states)
+
+
+def init_runner(original: Callable[..., None], runner: Any, vllm_config: Any, device: Any) -> None:
+    """Hand the requests' texts to our speculator, which the runner makes before them."""
+    original(runner, vllm_config, device)
+    if isinstance(runner.speculator, BpdSpeculator):
+        runner.speculator.req_states = runner.req_states

@@ -1,4 +1,4 @@
-"""The four combinations of vLLM release and model runner that the plugin must serve."""
+"""The combinations of vLLM release and model runner that the plugin must serve."""
 
 from __future__ import annotations
 
@@ -18,4 +18,6 @@ class Combo:
         return f"{self.release}-{self.runner}"
 
 
-COMBOS = tuple(Combo(release, runner) for release in ("0.32", "0.33") for runner in ("V1", "V2"))
+# The installed release first, then the newest, then the oldest: what Ray 2.60's LLM libraries pin.
+RELEASES = ("0.32", "0.33", "0.29")
+COMBOS = tuple(Combo(release, runner) for release in RELEASES for runner in ("V1", "V2"))

@@ -118,8 +118,8 @@ def refused(how: str, target: str, heads: str) -> dict[str, str]:
     elif how == "runner signature":
         runner: Any = vllm.v1.worker.gpu.model_runner
 
-        def init_speculator(vllm_config: Any, device: Any) -> None:
-            raise AssertionError(f"called with {vllm_config} and {device}")
+        def init_speculator(vllm_config: Any) -> None:
+            raise AssertionError(f"called with {vllm_config}")
 
         runner.init_speculator = init_speculator
     elif how == "instance attribute":

@@ -270,6 +270,45 @@ def test_v1_with_our_method_refuses_async_scheduling() -> None:
     one_line(caught.value)
 
 
+def test_ours_is_no_unknown_method_to_v2() -> None:
+    """0.29 asks which features V2 lacks, and takes our method for one."""
+
+    def lacking(config: Any) -> list[str]:
+        return ["dual batch overlap", f"speculative method '{config.speculative_config.method}'"]
+
+    ours = entry.v2_unsupported_features(lacking, vllm_config("bpd", True, None))
+    others = entry.v2_unsupported_features(lacking, vllm_config("medusa", True, None))
+    assert ours == ["dual batch overlap"]
+    assert others == ["dual batch overlap", "speculative method 'medusa'"]
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "schedule", "refused"),
+    [
+        ("bpd", True, [[1, 4, 2]], True),
+        ("bpd", True, None, False),
+        ("bpd", False, [[1, 4, 2]], False),
+        ("eagle", True, [[1, 4, 2]], False),
+        (None, True, None, False),
+    ],
+)
+def test_a_schedule_that_v2_would_ignore_is_refused(
+    method: str | None, v2: bool, schedule: Any, refused: bool
+) -> None:
+    made, passed = vllm_config(method, v2, None), []
+    if method is not None:
+        made.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    if refused:
+        with pytest.raises(
+            HeadsError, match=r"^num_speculative_tokens_per_batch_size: f"
+        ) as caught:
+            entry.refuse_dynamic_schedule_on_v2(passed.append, made)
+        one_line(caught.value)
+    else:
+        entry.refuse_dynamic_schedule_on_v2(passed.append, made)
+    assert passed == ([] if refused else [made])
+
+
 def test_the_format_is_registered_once_and_again() -> None:
     vllm_bpd.register()
     assert ARCHITECTURE in ModelRegistry.get_supported_archs()

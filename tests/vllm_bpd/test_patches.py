@@ -23,7 +23,9 @@ pytestmark = pytest.mark.row("upgrade")
 
 EVERY_ROW = (*ENTRY, *RUNNERS)
 ROWS = patches.for_release(EVERY_ROW, patches.vllm_version())
-REPLACED = [row for row in ROWS if row.replacement]
+REPLACED = [row for row in EVERY_ROW if row.replacement]
+INIT_SPECULATOR = next(row.expected for row in ROWS if row.attribute == "init_speculator")
+RELEASES = ("0.29.0+cpu", "0.30.0", "0.31.0", "0.32.0+cpu", "0.33.0")
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +41,38 @@ def test_each_row_is_what_the_installed_vllm_has(
     assert states[row.symbol] == (True, row.expected)
 
 
-def test_each_row_is_there_once_and_says_why() -> None:
-    assert len({row.symbol for row in ROWS}) == len(ROWS)
-    assert all(row.why for row in ROWS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_row_is_there_once_and_says_why(release: str) -> None:
+    rows = patches.for_release(EVERY_ROW, release)
+    assert len({row.symbol for row in rows}) == len(rows)
+    assert all(row.why for row in rows)
 
 
 def test_a_row_of_a_narrower_range_is_left_out_elsewhere() -> None:
-    old = {row.symbol for row in patches.for_release(EVERY_ROW, "0.32.0+cpu")}
-    new = {row.symbol for row in patches.for_release(EVERY_ROW, "0.33.0")}
-    assert new - old == {"vllm.config.vllm.VllmConfig._maybe_disable_dynamic_sd_for_v1"}
-    assert not old - new
+    def named(release: str) -> set[str]:
+        rows = patches.for_release(EVERY_ROW, release)
+        return {f"{row.symbol.rsplit('.', 1)[1]}{row.versions}" for row in rows}
+
+    release = {name: named(name) for name in RELEASES}
+    assert release["0.33.0"] - release["0.32.0+cpu"] == {
+        "_maybe_disable_dynamic_sd_for_v1>=0.33,<0.34"
+    }
+    assert not release["0.32.0+cpu"] - release["0.33.0"]
+    assert release["0.29.0+cpu"] - release["0.32.0+cpu"] == {
+        "_get_v2_model_runner_unsupported_features>=0.29,<0.30",
+        "_maybe_override_dynamic_sd_cudagraph_mode>=0.29,<0.32",
+        "init_speculator>=0.29,<0.32",
+        "__init__>=0.29,<0.32",
+        "GPUModelRunner>=0.29,<0.32",
+        "propose>=0.29,<0.32",
+        "dispatch>=0.29,<0.30",
+    }
     # A release that is not supported at all keeps every row of the supported range, to be refused.
-    assert old == {row.symbol for row in patches.for_release(EVERY_ROW, "0.99")}
+    everywhere = {row for row in EVERY_ROW if row.versions == patches.SUPPORTED}
+    assert set(patches.for_release(EVERY_ROW, "0.99")) == everywhere
 
 
-@pytest.mark.parametrize("row", REPLACED, ids=lambda row: row.symbol)
+@pytest.mark.parametrize("row", REPLACED, ids=lambda row: f"{row.symbol}{row.versions}")
 def test_each_replacement_takes_what_the_original_takes(row: Patch) -> None:
     assert row.replacement is not None
     replacement = signature_of(row.replacement)
@@ -112,7 +131,7 @@ def refusals(
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        ("version", "release 0.99.0 is not >=0.32,<0.34"),
+        ("version", "release 0.99.0 is not >=0.29,<0.34"),
         (
             "entry signature",
             "vllm.engine.arg_utils.EngineArgs.create_engine_config: expected "
@@ -121,15 +140,15 @@ def refusals(
         ),
         (
             "runner signature",
-            "vllm.v1.worker.gpu.model_runner.init_speculator: expected "
-            "(vllm_config, device, req_states), found (vllm_config, device)",
+            f"vllm.v1.worker.gpu.model_runner.init_speculator: expected {INIT_SPECULATOR}, "
+            "found (vllm_config)",
         ),
         (
             "instance attribute",
             "vllm.v1.worker.gpu.states.RequestState: expected instances have all_token_ids, "
             "total_len, found instances have all_token_ids",
         ),
-        ("options", "release 0.10.0 is not >=0.32,<0.34"),
+        ("options", "release 0.10.0 is not >=0.29,<0.34"),
     ],
 )
 def test_another_vllm_is_refused_in_one_line_and_serves_other_methods(

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from tests.vllm_bpd.plain_lattice import continuing_weights
 from vllm_bpd import speculator as speculator_module
 from vllm_bpd.lattice import draft_block
-from vllm_bpd.speculator import BpdSpeculator
+from vllm_bpd.speculator import BpdSpeculator, init_runner, init_speculator
 
 HIDDEN, DRAFTS, MAX_REQS, VOCAB = 4, 3, 8, 50
 
@@ -134,7 +134,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch, speculator: BpdSpeculator) -> Iterat
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
-        cudagraph_utils, "capture_pool", lambda pool, config: contextlib.nullcontext()
+        cudagraph_utils,
+        "capture_pool",
+        lambda pool, config: contextlib.nullcontext(),
+        raising=False,  # 0.30 has none yet
     )
     monkeypatch.setattr(
         cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False
@@ -327,3 +330,37 @@ def test_the_lattice_comes_with_the_heads(
     else:
         assert speculator.lattice_weights_PF is not None
         assert torch.equal(speculator.lattice_weights_PF, weights_PF)
+
+
+@pytest.mark.parametrize("given", [(), ("states",)], ids=["before 0.32", "from 0.32 on"])
+def test_our_method_gets_our_speculator(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    class Made(BpdSpeculator):
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+    monkeypatch.setattr(speculator_module, "BpdSpeculator", Made)
+
+    def built(method: str) -> Any:
+        config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+        return init_speculator(lambda *args: args[1:], config, "device", *given)
+
+    assert built("eagle") == ("device", *given)
+    assert isinstance(built("bpd"), Made)
+    assert built("bpd").given[1:] == ("device", *given)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_our_speculator_gets_what_the_runner_makes_after_it(
+    speculator: BpdSpeculator, ours: bool
+) -> None:
+    runner = SimpleNamespace()
+    other = SimpleNamespace(req_states=None)
+
+    def original(runner: Any, vllm_config: Any, device: Any) -> None:
+        runner.speculator = speculator if ours else other
+        runner.req_states = (vllm_config, device)
+
+    init_runner(original, runner, "config", "device")
+    assert (
+        runner.speculator.req_states == ("config", "device") if ours else other.req_states is None
+    )
