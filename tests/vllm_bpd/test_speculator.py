@@ -139,9 +139,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch, speculator: BpdSpeculator) -> Iterat
         lambda pool, config: contextlib.nullcontext(),
         raising=False,  # 0.30 has none yet
     )
-    monkeypatch.setattr(
-        cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False
-    )
+    for pool in ("get_global_graph_pool", "graph_pool_handle"):
+        monkeypatch.setattr(cudagraph_utils.current_platform, pool, lambda: None, raising=False)
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)
     speculator.capture()
     echo(speculator).batches.clear()
