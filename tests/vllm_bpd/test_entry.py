@@ -295,7 +295,8 @@ def test_ours_is_no_unknown_method_to_v2() -> None:
 def test_a_schedule_that_v2_would_ignore_is_refused(
     method: str | None, v2: bool, schedule: Any, refused: bool
 ) -> None:
-    made, passed = vllm_config(method, v2, None), []
+    passed: list[Any] = []
+    made = vllm_config(method, v2, None)
     if method is not None:
         made.speculative_config.num_speculative_tokens_per_batch_size = schedule
     if refused:

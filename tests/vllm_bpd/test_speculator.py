@@ -341,11 +341,12 @@ def test_our_method_gets_our_speculator(monkeypatch: pytest.MonkeyPatch, given: 
 
     def built(method: str) -> Any:
         config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
-        return init_speculator(lambda *args: args[1:], config, "device", *given)
+        return init_speculator(lambda *args: args[1:], config, device, *given)
 
-    assert built("eagle") == ("device", *given)
+    device = torch.device("cpu")
+    assert built("eagle") == (device, *given)
     assert isinstance(built("bpd"), Made)
-    assert built("bpd").given[1:] == ("device", *given)
+    assert built("bpd").given[1:] == (device, *given)
 
 
 @pytest.mark.parametrize("ours", [True, False])
