@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from vllm_bpd.confidence import parse_schedule
 from vllm_bpd.entry import METHOD
 from vllm_bpd.tally import Tally
 
@@ -61,7 +62,7 @@ class BpdProposer:
         hidden_BD = torch.zeros(1, self.model.config.hidden_size, dtype=dtype, device=device)
         texts = Texts(["none"], np.zeros((1, 2), np.int32), np.ones(1, np.int32))
         sampled_B = torch.zeros(1, dtype=torch.int64, device=device)
-        self._draft_from_lattice([0], hidden_BD, sampled_B, self.model.places, texts)
+        self._draft_from_lattice([0], hidden_BD, sampled_B, self.model.places, texts, 0.0)
 
     @torch.inference_mode()
     def propose(
@@ -82,7 +83,8 @@ class BpdProposer:
         self.tally.count_accepted(texts.request_ids, sampled)
         drafts: list[list[int]] = [[] for _ in sampled]
         rows = last_accepted_rows(sampled, num_draft_tokens)
-        if not rows or num_drafts == 0:
+        lowest = self._lowest_confidence(len(texts.request_ids))
+        if not rows or num_drafts == 0 or lowest >= 1:
             return drafts
         device = sampled_states_RD.device
         hidden_BD = sampled_states_RD[torch.tensor(list(rows.values()), device=device)]
@@ -92,14 +94,26 @@ class BpdProposer:
             for i, ids in zip(rows, ids_BK.tolist(), strict=True):
                 drafts[i] = ids
             return drafts
-        blocks = self._draft_from_lattice(list(rows), hidden_BD, last_B, num_drafts, texts)
+        blocks = self._draft_from_lattice(list(rows), hidden_BD, last_B, num_drafts, texts, lowest)
         for i, (ids, from_context) in zip(rows, blocks, strict=True):
             drafts[i] = ids
             self.tally.note_drafts(texts.request_ids[i], from_context)
         return drafts
 
+    def _lowest_confidence(self, batch_size: int) -> float:
+        """Read anew at every step: `vllm-bpd tune` changes it between runs."""
+        speculative = self.vllm_config.speculative_config
+        entries = speculative.min_confidence_per_batch_size
+        return parse_schedule(entries, speculative.min_confidence).at(batch_size)
+
     def _draft_from_lattice(
-        self, requests: list[int], hidden_BD: Tensor, last_B: Tensor, num_drafts: int, texts: Texts
+        self,
+        requests: list[int],
+        hidden_BD: Tensor,
+        last_B: Tensor,
+        num_drafts: int,
+        texts: Texts,
+        lowest_confidence: float,
     ) -> list[tuple[list[int], list[bool]]]:
         """Ids, and which came from the text, for each of `requests`; as few as are worth it."""
         from vllm_bpd.lattice_host import draft_blocks
@@ -117,7 +131,7 @@ class BpdProposer:
             logp_BKM.cpu().numpy(),
             self.model.lattice_weights_PF.numpy()[:num_drafts],
             speculative.context_window if speculative.context_lookup else 0,
-            speculative.min_confidence,
+            lowest_confidence,
         )
         return [
             (ids[:count], from_context[:count])

@@ -13,6 +13,7 @@ from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
+from vllm_bpd.confidence import parse_schedule
 from vllm_bpd.discovery import FoundHeads, find_heads
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.patches import install_runners
@@ -64,6 +65,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     """Drafts stop before the one that would be accepted with a lower probability than this. Saves
     verification on model runner V1; V2 always verifies `num_speculative_tokens`."""
 
+    min_confidence_per_batch_size: list[tuple[int, int, float]] | None = None
+    """`min_confidence` by the number of running requests, as `[[1, 4, 0.1], [5, 16, 0.6], [17, 256,
+    1.0]]`; 1.0 drafts nothing. What `vllm-bpd tune` writes. The last range goes on for more."""
+
     if TYPE_CHECKING:  # the base class, and with it its fields, is Any
         num_speculative_tokens: int | None
         draft_tensor_parallel_size: int | None
@@ -75,6 +80,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         """Find and check the heads; raises HeadsError, one line, for what cannot work."""
         connect_runners()
         self._refuse_foreign_fields()
+        parse_schedule(self.min_confidence_per_batch_size, self.min_confidence)  # or refuse it
         target = self.target_model_config
         if target is None:
             raise HeadsError("target_model_config: missing; bpd needs the target's config")

@@ -60,9 +60,12 @@ class EchoHeads:
         return torch.stack([row_B, sampled_B, row_B + sampled_B], dim=-1)
 
 
+ALWAYS = {"min_confidence": 0.1, "min_confidence_per_batch_size": None}
+
+
 @pytest.fixture
 def drafter() -> BpdProposer:
-    made = BpdProposer(SimpleNamespace())
+    made = BpdProposer(SimpleNamespace(speculative_config=SimpleNamespace(**ALWAYS)))
     made.model = EchoHeads()  # type: ignore[assignment]
     return made
 

@@ -40,7 +40,12 @@ class SayingHeads:
 
 def make(**changed: Any) -> BpdProposer:
     """A drafter of these heads, `changed` fields of its speculative config replaced."""
-    fields = {"context_lookup": True, "context_window": 100, "min_confidence": 0.0}
+    fields = {
+        "context_lookup": True,
+        "context_window": 100,
+        "min_confidence": 0.0,
+        "min_confidence_per_batch_size": None,
+    }
     made = BpdProposer(SimpleNamespace(speculative_config=SimpleNamespace(**fields | changed)))
     made.model = SayingHeads()  # type: ignore[assignment]
     return made
@@ -110,6 +115,20 @@ def test_unlikely_drafts_are_left_out() -> None:
     first, last = [7, 8, 9, 5, 6], [6, 4, 12, 6, 4]
     assert drafts(make(min_confidence=0.25)) == [first, [22], [], last]
     assert drafts(make(min_confidence=0.5)) == [first, [], [], last]
+
+
+def test_the_batch_size_decides_how_likely_a_draft_must_be() -> None:
+    """Four requests: the range from 3 to 4 holds for them."""
+    strict = [(1, 2, 0.0), (3, 4, 0.5), (5, 9, 0.0)]
+    made = make(min_confidence_per_batch_size=strict)
+    assert drafts(made) == drafts(make(min_confidence=0.5))
+    assert drafts(made) != drafts(make())
+
+
+def test_where_nothing_can_be_sure_enough_the_heads_do_not_run() -> None:
+    made = make(min_confidence_per_batch_size=[(1, 3, 0.0), (4, 4, 1.0)])
+    assert drafts(made) == [[], [], [], []]
+    assert heads_of(made).batches == []
 
 
 def test_accepted_drafts_are_counted_by_origin() -> None:

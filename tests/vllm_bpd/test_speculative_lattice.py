@@ -111,6 +111,13 @@ def test_impossible_values_of_the_lattices_fields_are_refused_by_name(
         lattice(**{field: value})
 
 
+def test_a_schedule_of_confidences_is_taken_or_refused(lattice: Make) -> None:
+    entries = [(1, 4, 0.1), (5, 9, 1.0)]
+    assert lattice(min_confidence_per_batch_size=entries).min_confidence_per_batch_size == entries
+    message = refusal(lambda: lattice(min_confidence_per_batch_size=[(2, 4, 0.1)]))
+    assert message.startswith("min_confidence_per_batch_size: found a range from 2 to 4")
+
+
 def test_whether_context_is_looked_up_is_logged(
     make: Make, lattice: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
