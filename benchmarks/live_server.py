@@ -1,0 +1,64 @@
+"""`vllm serve` processes that stand ready side by side while they take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from benchmarks.contenders import Contender
+
+NAME = "served"  # of the model, whichever the contender
+_START_SECONDS = 900  # compiling on a slow machine included
+
+
+class LiveServer:
+    """One contender's server."""
+
+    def __init__(self, contender: Contender, target: str, options: list[str], log: Path) -> None:
+        """Start `vllm serve target` for `contender`; its output goes to `log`."""
+        self.contender = contender
+        self.log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        command = [
+            str(Path(sys.executable).with_name("vllm")), "serve", target,
+            "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self.port),
+            "--disable-uvicorn-access-log", *options,
+        ]  # fmt: skip
+        if contender.speculative is not None:
+            command += ["--speculative-config", json.dumps(contender.speculative)]
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Return once it answers; exit with the end of its log if it does not."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        tail = self.log.read_text(errors="replace")[-2000:]
+        raise SystemExit(f"{self.contender.name}: the server did not start:\n{tail}")
+
+    def stop(self) -> None:
+        """End it with all its processes."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -1,0 +1,151 @@
+"""`make bench`: every drafter a user could pick without a second model, against each other.
+
+All contenders' servers stand ready in one machine and take turns: at each level of concurrency,
+round after round, each answers the same prompts, a new choice of them every round, and who begins
+rotates. vLLM's own benchmark client sends them. Only ratios within a round are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.acceptance import read_categories
+from benchmarks.bench_report import as_markdown, write_plot
+from benchmarks.client import measure
+from benchmarks.contenders import Contender, contenders
+from benchmarks.live_server import LiveServer
+
+_FEWEST = 12  # requests of a load, at least, however few at once
+
+
+def main() -> None:
+    """Serve, measure, print the table, write raw results and picture."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.side_by_side", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--prompts", type=Path, help="JSONL (default: the demo's prompts)")
+    parser.add_argument("--target", help="model folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
+    parser.add_argument("--tuned", type=Path, help="what `vllm-bpd tune` wrote; one more contender")
+    parser.add_argument("--only", nargs="+", help="names of contenders; the others stay out")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument("--dtype", default="bfloat16", help="of the target")
+    parser.add_argument("--seed", type=int, default=0, help="draws prompts")
+    parser.add_argument("--output", type=Path, default=Path("build/bench"), help="folder")
+    run(parser.parse_args())
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The measurement itself; results are written as they come."""
+    from vllm_bpd.demo_target import export_demo_target
+
+    target = arguments.target or str(export_demo_target())
+    found = [
+        one for one in contenders(arguments.heads, arguments.tuned) if _takes_part(arguments, one)
+    ]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    texts = [text for group in read_categories(arguments.prompts).values() for text in group]
+    random.Random(arguments.seed).shuffle(texts)
+    options = [
+        "--dtype", arguments.dtype, "--max-model-len", "4096",
+        "--max-num-seqs", str(max(arguments.concurrency)),
+        # A load whose prompts were seen at another level would have nothing to prefill.
+        "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    servers = []
+    try:
+        for one in found:
+            log = arguments.output / f"{one.name.replace(', ', '-').replace(' ', '-')}.log"
+            servers.append(LiveServer(one, target, options, log))
+            servers[-1].wait()  # one after another: compiling at once takes longer
+            print(f"{one.name}: ready", flush=True)
+        rows = _take_turns(arguments, servers, target, texts)
+    finally:
+        for server in servers:
+            server.stop()
+    table = as_markdown(rows)
+    print(table)
+    (arguments.output / "bench.md").write_text(table, encoding="utf-8")
+    write_plot(arguments.output / "bench.svg", rows)
+
+
+def _takes_part(arguments: argparse.Namespace, one: Contender) -> bool:
+    if one.missing:
+        print(one.missing)
+        return False
+    return not arguments.only or one.name in arguments.only
+
+
+def _take_turns(
+    arguments: argparse.Namespace, servers: list[LiveServer], target: str, texts: list[str]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    taken = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for server in servers:  # first requests pay for lazy set-up: not counted
+            measure(
+                server.port, target, texts[:4], Path(folder),
+                concurrency=4, max_tokens=16, temperature=0.0,
+            )  # fmt: skip
+        for temperature in arguments.temperatures:
+            for concurrency in arguments.concurrency:
+                for number in range(arguments.rounds):
+                    count = max(_FEWEST, 2 * concurrency)
+                    load = [texts[(taken + i) % len(texts)] for i in range(count)]
+                    taken += count
+                    first = number % len(servers)
+                    for server in servers[first:] + servers[:first]:
+                        figures = measure(
+                            server.port, target, load, Path(folder), concurrency=concurrency,
+                            max_tokens=arguments.max_tokens, temperature=temperature,
+                        )  # fmt: skip
+                        rows.append(
+                            {
+                                "contender": server.contender.name,
+                                "concurrency": concurrency,
+                                "temperature": temperature,
+                                "round": number,
+                                **figures,
+                            }
+                        )
+                _write(arguments, servers, rows)
+                print(f"temperature {temperature:g}, {concurrency} at once: measured", flush=True)
+    return rows
+
+
+def _write(
+    arguments: argparse.Namespace, servers: list[LiveServer], rows: list[dict[str, Any]]
+) -> None:
+    """Raw results so far, with what made them."""
+    speculative = {server.contender.name: server.contender.speculative for server in servers}
+    results = {
+        "command": {
+            "concurrency": arguments.concurrency,
+            "rounds": arguments.rounds,
+            "max_tokens": arguments.max_tokens,
+            "dtype": arguments.dtype,
+            "prompts": arguments.prompts.name if arguments.prompts else "the demo's",
+            "seed": arguments.seed,
+        },
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
+        "speculative_config": speculative,
+        "rows": rows,
+    }
+    path = arguments.output / "bench.json"
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
