@@ -6,7 +6,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from vllm_bpd import patches
+from vllm_bpd import cpu_setup, patches
 from vllm_bpd.discovery import find_heads, shipped_names
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.patching import PatchError, state
@@ -20,6 +20,7 @@ def examine(target: str | None, heads: str | None) -> int:
     for name in _PACKAGES:
         print(f"{name} {_version(name)}")
     checks = [_plugin(), _symbols(), _runner()]
+    _cpu()
     if target is not None:
         checks.append(_heads(target, heads))
     else:
@@ -82,6 +83,16 @@ def _runner() -> bool:
         return False
     print(f"model runner: {'V2 (default)' if HAS_TRITON else 'V1 (no active Triton)'}")
     return True
+
+
+def _cpu() -> None:
+    """Advice where vLLM would run on a CPU; it never makes `bpd` unready."""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return  # said by _runner
+    if current_platform.is_cpu():
+        cpu_setup.report()
 
 
 def _heads(target: str, heads: str | None) -> bool:
