@@ -11,7 +11,7 @@ ON_CPU := scripts/cpu_env.sh
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
 MATRIX := -m "row or full" -p integration_tests.harness.verdicts
 
-.PHONY: help setup demo test test-matrix soak serve bench lint clean
+.PHONY: help setup demo test test-matrix soak serve bench acceptance limit tune lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -41,8 +41,18 @@ serve: setup ## OpenAI-compatible server for SmolLM2 with heads; ARGS="--port 80
 	@target=$$($(VENV_PYTHON) -m vllm_bpd.demo_target) && \
 	exec $(ON_CPU) .venv/bin/vllm serve "$$target" --speculative-config bpd $(ARGS)
 
-bench: setup ## acceptance of the shipped heads; ARGS is passed on
+bench: setup ## drafters side by side, by load; ARGS="--tuned FILE" is passed on
+	@VLLM_CPU_KVCACHE_SPACE=1 $(ON_CPU) $(VENV_PYTHON) -m benchmarks.side_by_side $(ARGS)
+
+acceptance: setup ## acceptance of the shipped heads by category; ARGS is passed on
 	@$(ON_CPU) $(VENV_PYTHON) -m benchmarks.acceptance $(ARGS)
+
+limit: setup ## speed reached over the most that is possible, cost of drafting; ARGS is passed on
+	@$(ON_CPU) $(VENV_PYTHON) -m benchmarks.limit $(ARGS)
+
+tune: setup ## how far drafting pays on this machine, for SmolLM2; ARGS is passed on
+	@target=$$($(VENV_PYTHON) -m vllm_bpd.demo_target) && \
+	$(ON_CPU) .venv/bin/vllm-bpd tune "$$target" $(ARGS)
 
 lint: setup ## ruff and mypy, the same as the pre-commit hooks
 	.venv/bin/ruff check .

@@ -1,0 +1,250 @@
+"""How much of what is possible `bpd` reaches, and where the rest of a step goes.
+
+Two engines in this process take turns (model runner V1): one verifies drafts that cost nothing to
+make and are always wrong, so that a step that verifies n of them takes t(n); the other serves
+`bpd`. With tokens a step and drafts a step of the latter,
+
+    possible = tokens a step * t(0) / t(drafts a step)        reached = its speed / speed without
+
+and what drafting costs is the time spent in the drafter, over the time of all steps. Only decoding
+steps count. Seconds mean nothing on another machine; ratios are what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.acceptance import read_categories
+
+MOST_DRAFTS = 8
+_WRONG = 1  # a token id that no answer holds
+
+
+class WrongDrafts:
+    """vLLM's `custom_class` drafter: `count` wrong drafts for every request that sampled."""
+
+    count = 0  # set between runs; the engine runs in this process
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Nothing is needed of the config."""
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """The drafts of one step."""
+        return [[_WRONG] * self.count if tokens else [] for tokens in sampled]
+
+
+@dataclass
+class Steady:
+    """Decoding steps of a batch whose requests all run."""
+
+    seconds: list[float] = field(default_factory=list)  # of each step
+    tokens: int = 0
+
+    def add(self, other: Steady) -> None:
+        """Take another run's steps in."""
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+
+    @property
+    def step(self) -> float:
+        """Seconds a step, mean."""
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a step, of the whole batch."""
+        return self.tokens / len(self.seconds)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.limit", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--prompts", type=Path, help="JSONL (default: the demo's prompts)")
+    parser.add_argument("--target", help="model folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    run(parser.parse_args())
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The measurement itself."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm_bpd.demo_target import export_demo_target
+
+    target = arguments.target or str(export_demo_target())
+    free = _engine(
+        arguments,
+        target,
+        {
+            "method": "custom_class",
+            "model": "benchmarks.limit.WrongDrafts",
+            "num_speculative_tokens": MOST_DRAFTS,
+        },
+    )
+    heads = {"model": arguments.heads} if arguments.heads else {}
+    bpd = _engine(arguments, target, {"method": "bpd", **heads})
+    drafting = _watch_drafting()
+    texts = [text for group in read_categories(arguments.prompts).values() for text in group]
+    results = {}
+    for size in arguments.batch_sizes:
+        results[str(size)] = measure(arguments, free, bpd, drafting, texts, size)
+        print(json.dumps({size: results[str(size)]}, indent=1))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        made = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
+            "by_batch_size": results,
+        }
+        arguments.output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(
+    arguments: argparse.Namespace,
+    free: Any,
+    bpd: Any,
+    drafting: list[float],
+    texts: list[str],
+    size: int,
+) -> dict[str, Any]:
+    """Figures of one batch size."""
+    by_count = {count: Steady() for count in (0, 1, 2, 3, 4, 6, MOST_DRAFTS)}
+    ours = Steady()
+    drafted = spent = 0.0
+    warm = _prompts(free, texts, size, 0)
+    for llm in (free, bpd):
+        steady(llm, warm, 16)
+    for number in range(arguments.rounds):
+        prompts = _prompts(free, texts, size, number)
+        for count, kept in by_count.items():
+            WrongDrafts.count = count
+            kept.add(steady(free, prompts, min(arguments.max_tokens, 48)))
+        before, taken = _drafted(bpd), len(drafting)
+        ours.add(steady(bpd, prompts, arguments.max_tokens))
+        drafted += _drafted(bpd) - before
+        spent += sum(drafting[taken:])
+    steps = {count: median(kept.seconds) for count, kept in by_count.items()}
+    drafts = drafted / len(ours.seconds) / size
+    verify = _between(steps, drafts)
+    tokens_per_step = ours.tokens_per_step / size
+    possible = tokens_per_step * steps[0] / verify
+    reached = tokens_per_step * steps[0] / ours.step
+    return {
+        "step_over_plain_by_drafts": {str(n): t / steps[0] for n, t in steps.items()},
+        "plain_step_seconds": steps[0],
+        "tokens_per_step": tokens_per_step,
+        "drafts_per_step": drafts,
+        "possible": possible,
+        "reached": reached,
+        "reached_over_possible": reached / possible,
+        "drafting_over_verification": spent / len(ours.seconds) / verify,
+    }
+
+
+def steady(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steady:
+    """Run the prompts as one batch; the steps from when all decode until the first one ends."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    ids = [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(ids, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    lengths: dict[str, int] = {}
+    found, ended = Steady(), False
+    while engine.has_unfinished_requests():
+        counted = len(lengths) == len(prompts) and not ended
+        before = sum(lengths.values())
+        started = time.perf_counter()
+        outputs = engine.step()
+        seconds = time.perf_counter() - started
+        for output in outputs:
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+            ended |= output.finished
+        if counted and not ended:
+            found.seconds.append(seconds)
+            found.tokens += sum(lengths.values()) - before
+    return found
+
+
+def _watch_drafting() -> list[float]:
+    """Seconds of every call of our drafter from now on."""
+    from vllm_bpd.proposer import BpdProposer
+
+    original, spent = BpdProposer.propose, []
+
+    def propose(self: Any, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(self, *arguments)
+        finally:
+            spent.append(time.perf_counter() - started)
+
+    watched: Any = BpdProposer
+    watched.propose = propose
+    return spent
+
+
+def _engine(arguments: argparse.Namespace, target: str, speculative: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        target,
+        speculative_config=speculative,
+        dtype=arguments.dtype,
+        max_model_len=2048,
+        max_num_seqs=max(arguments.batch_sizes),
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+
+
+def _prompts(llm: Any, texts: list[str], size: int, number: int) -> list[list[int]]:
+    """Token ids of `size` prompts, others in every round."""
+    tokenizer = llm.get_tokenizer()
+    chosen = [texts[(number * size + i) % len(texts)] for i in range(size)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in chosen
+    ]
+
+
+def _drafted(llm: Any) -> float:
+    """Draft tokens verified so far, by the engine's counter."""
+    name = "vllm:spec_decode_num_draft_tokens"
+    return sum(float(metric.value) for metric in llm.get_metrics() if metric.name == name)
+
+
+def _between(steps: dict[int, float], drafts: float) -> float:
+    """t(drafts), straight lines between the measured numbers."""
+    counts = sorted(steps)
+    for low, high in pairwise(counts):
+        if drafts <= high:
+            share = (drafts - low) / (high - low)
+            return steps[low] + share * (steps[high] - steps[low])
+    return steps[counts[-1]]
+
+
+if __name__ == "__main__":
+    main()
