@@ -34,9 +34,10 @@ def draft_blocks(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Draft for the requests in `rows` of the token table, `lengths` tokens each.
 
-    Searches the last `window` tokens (0: drafts from the heads alone). A block ends before the
-    draft with which the product of confidences falls below `min_confidence`, or where nothing is
-    left to draft. Returns ids [B, P], how many of them count [B], and which came from the text.
+    Searches the last `window` tokens (0: drafts from the heads alone; K = 0: from the text alone).
+    A block ends before the draft with which the product of confidences falls below
+    `min_confidence`, or where nothing is left to draft. Returns ids [B, P], how many of them count
+    [B], and which came from the text.
     """
     size, places = len(rows), weights_PF.shape[0]
     ids_BP = np.zeros((size, places), np.int64)
@@ -64,7 +65,7 @@ def _draft_blocks(
     from_context_BP: Any,
 ) -> None:
     places, heads = weights_PF.shape[0], head_ids_BKM.shape[1]
-    no_ids, no_logp = head_ids_BKM[0, 0, :0], head_logp_BKM[0, 0, :0]
+    no_ids, no_logp = np.empty(0, np.int64), np.empty(0, np.float32)
     for b in range(len(rows)):
         length = lengths[b]
         kept = min(length, window)

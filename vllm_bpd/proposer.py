@@ -62,7 +62,8 @@ class BpdProposer:
         hidden_BD = torch.zeros(1, self.model.config.hidden_size, dtype=dtype, device=device)
         texts = Texts(["none"], np.zeros((1, 2), np.int32), np.ones(1, np.int32))
         sampled_B = torch.zeros(1, dtype=torch.int64, device=device)
-        self._draft_from_lattice([0], hidden_BD, sampled_B, self.model.places, texts, 0.0)
+        ids_BKM, logp_BKM = self.model.candidates(hidden_BD, sampled_B)
+        self._draft_from_lattice([0], ids_BKM, logp_BKM, self.model.places, texts, 0.0)
 
     @torch.inference_mode()
     def propose(
@@ -86,15 +87,19 @@ class BpdProposer:
         lowest = self._lowest_confidence(len(texts.request_ids))
         if not rows or num_drafts == 0 or lowest >= 1:
             return drafts
-        device = sampled_states_RD.device
-        hidden_BD = sampled_states_RD[torch.tensor(list(rows.values()), device=device)]
-        last_B = torch.tensor([sampled[i][-1] for i in rows], device=device)
+        by_text_alone = self._heads_rest(len(texts.request_ids))
         if self.model.lattice_weights_PF is None:
-            ids_BK = self.model(hidden_BD, last_B)[:, :num_drafts]
-            for i, ids in zip(rows, ids_BK.tolist(), strict=True):
-                drafts[i] = ids
+            if not by_text_alone:
+                ids_BK = self.model(*self._inputs(sampled, sampled_states_RD, rows))
+                for i, ids in zip(rows, ids_BK[:, :num_drafts].tolist(), strict=True):
+                    drafts[i] = ids
             return drafts
-        blocks = self._draft_from_lattice(list(rows), hidden_BD, last_B, num_drafts, texts, lowest)
+        if by_text_alone:
+            empty_BKM = torch.empty(len(rows), 0, 0)
+            candidates = empty_BKM.long(), empty_BKM
+        else:
+            candidates = self.model.candidates(*self._inputs(sampled, sampled_states_RD, rows))
+        blocks = self._draft_from_lattice(list(rows), *candidates, num_drafts, texts, lowest)
         for i, (ids, from_context) in zip(rows, blocks, strict=True):
             drafts[i] = ids
             self.tally.note_drafts(texts.request_ids[i], from_context)
@@ -106,11 +111,25 @@ class BpdProposer:
         entries = speculative.min_confidence_per_batch_size
         return parse_schedule(entries, speculative.min_confidence).at(batch_size)
 
+    def _heads_rest(self, batch_size: int) -> bool:
+        """Whether so many requests run that the heads cost more than they give."""
+        most: int | None = self.vllm_config.speculative_config.heads_up_to_batch_size
+        return most is not None and batch_size > most
+
+    @staticmethod
+    def _inputs(
+        sampled: list[list[int]], sampled_states_RD: Tensor, rows: dict[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """What the heads read: last hidden states [B, D] and ids just sampled [B]."""
+        device = sampled_states_RD.device
+        hidden_BD = sampled_states_RD[torch.tensor(list(rows.values()), device=device)]
+        return hidden_BD, torch.tensor([sampled[i][-1] for i in rows], device=device)
+
     def _draft_from_lattice(
         self,
         requests: list[int],
-        hidden_BD: Tensor,
-        last_B: Tensor,
+        ids_BKM: Tensor,
+        logp_BKM: Tensor,
         num_drafts: int,
         texts: Texts,
         lowest_confidence: float,
@@ -121,7 +140,6 @@ class BpdProposer:
         assert self.model is not None
         assert self.model.lattice_weights_PF is not None
         speculative = self.vllm_config.speculative_config
-        ids_BKM, logp_BKM = self.model.candidates(hidden_BD, last_B)
         rows = np.array(requests)
         ids_BP, counts_B, from_context_BP = draft_blocks(
             texts.tokens_TL,

@@ -69,6 +69,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     """`min_confidence` by the number of running requests, as `[[1, 4, 0.1], [5, 16, 0.6], [17, 256,
     1.0]]`; 1.0 drafts nothing. What `vllm-bpd tune` writes. The last range goes on for more."""
 
+    heads_up_to_batch_size: int | None = Field(default=None, ge=0)
+    """With more running requests than this, the requests' own texts draft alone and the heads rest:
+    on a busy machine their cost is a good part of a step. None: never. Model runner V1."""
+
     if TYPE_CHECKING:  # the base class, and with it its fields, is Any
         num_speculative_tokens: int | None
         draft_tensor_parallel_size: int | None

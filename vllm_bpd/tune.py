@@ -1,8 +1,8 @@
 """`vllm-bpd tune`: measures on this machine how far drafting pays, by batch size.
 
-Model runner V1 takes drafts of any length, so there the lowest confidence is tuned, all settings in
-one engine, taking turns. V2 verifies a fixed number a step: there the number of drafts is tuned,
-with an engine each.
+Model runner V1 takes drafts of any length, so there the lowest confidence is tuned, and whether the
+heads run, all settings in one engine, taking turns. V2 verifies a fixed number a step: there the
+number of drafts is tuned, with an engine each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_bpd.errors import HeadsError
-from vllm_bpd.tuning import Speeds, as_ranges, choose, ratio
+from vllm_bpd.tuning import OFF, Key, Setting, as_options, as_ranges, choose, choose_settings, ratio
 
-# Model runner V1: lowest confidences that are tried; 1.0 drafts nothing.
-CONFIDENCES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
+# Model runner V1: what is tried. A busy machine wants surer drafts than an idle one.
+SETTINGS = (
+    *(Setting(lowest, heads=True) for lowest in (0.05, 0.1, 0.2, 0.35, 0.5)),
+    *(Setting(lowest, heads=False) for lowest in (0.1, 0.2, 0.35, 0.5, 0.7, 0.9)),
+    OFF,
+)
 # Model runner V2: numbers of drafts that are tried; 0 is an engine without speculation.
 DRAFTS = (0, 1, 2, 3, 4, 6, 8)
 _ENOUGH_REQUESTS = 12  # a load has at least so many, whatever the concurrency
@@ -49,59 +53,73 @@ def tune(arguments: argparse.Namespace) -> None:
         raise HeadsError(f"batch_sizes: found {sizes[0]}; expected 1 or more")
     prompts = _prompts(arguments)
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
-    by_confidence = not _uses_v2(arguments, speculative)
-    if by_confidence:
-        measured = _tune_confidence(arguments, speculative, prompts, sizes)
-        field, off = "min_confidence_per_batch_size", 1.0
+    if _uses_v2(arguments, speculative):
+        by_drafts = _tune_drafts(arguments, speculative, prompts, sizes)
+        drafts = {size: choose(speeds, 0) for size, speeds in by_drafts.items()}
+        print(as_table(by_drafts, drafts, 0))
+        ranges = as_ranges(drafts, arguments.max_num_seqs)
+        config = {
+            **speculative,
+            "num_speculative_tokens": max(1, *drafts.values()),
+            "num_speculative_tokens_per_batch_size": [(a, b, int(n)) for a, b, n in ranges],
+        }
+        speeds_by_name = _named(by_drafts)
     else:
-        measured = _tune_drafts(arguments, speculative, prompts, sizes)
-        field, off = "num_speculative_tokens_per_batch_size", 0.0
-    chosen = {size: choose(speeds, off) for size, speeds in measured.items()}
-    print(as_table(measured, chosen, off))
-    ranges = as_ranges(chosen, arguments.max_num_seqs)
-    if not by_confidence:
-        ranges = [(first, last, int(drafts)) for first, last, drafts in ranges]
-        speculative["num_speculative_tokens"] = max(1, *(int(n) for n in chosen.values()))
-    config = {**speculative, field: ranges}
+        by_setting = _tune_settings(arguments, speculative, prompts, sizes)
+        chosen = choose_settings(by_setting)
+        print(as_table(by_setting, chosen, OFF))
+        config = {**speculative, **as_options(chosen, arguments.max_num_seqs)}
+        speeds_by_name = _named(by_setting)
     arguments.output.write_text(json.dumps(config) + "\n", encoding="utf-8")
     if arguments.results:
-        _write_results(arguments.results, measured, config)
+        _write_results(arguments.results, speeds_by_name, config)
     print(f'use it: vllm serve {arguments.target} --speculative-config "$(cat {arguments.output})"')
 
 
-def as_table(measured: Mapping[int, Speeds], chosen: Mapping[int, float], off: float) -> str:
-    """Speed over that without drafts, by setting and batch size; the chosen ones starred."""
-    settings = sorted(next(iter(measured.values())))
-    lines = ["requests at once  " + "".join(f"{setting:>8g}" for setting in settings)]
-    for size, speeds in measured.items():
+Measured = Mapping[int, Mapping[Key, Sequence[float]]]  # tokens a second by size and setting
+
+
+def as_table(measured: Measured[Key], chosen: Mapping[int, Key], off: Key) -> str:
+    """Speed over that without drafts, a line a setting, a column a batch size; chosen starred."""
+    lines = ["requests at once" + "".join(f"{size:>8}" for size in measured)]
+    for setting in next(iter(measured.values())):
         cells = [
             f"{ratio(speeds, setting, off):>7.2f}{'*' if setting == chosen[size] else ' '}"
-            for setting in settings
+            for size, speeds in measured.items()
         ]
-        lines.append(f"{size:<18}{''.join(cells)}")
+        lines.append(f"{setting!s:<16}{''.join(cells)}")
     return "\n".join(lines)
 
 
-def _tune_confidence(
+def _named(measured: Measured[Key]) -> dict[str, dict[str, list[float]]]:
+    """The same with text for keys, as JSON wants them."""
+    return {
+        str(size): {str(setting): list(rounds) for setting, rounds in speeds.items()}
+        for size, speeds in measured.items()
+    }
+
+
+def _tune_settings(
     arguments: argparse.Namespace,
     speculative: dict[str, Any],
     prompts: list[list[int]],
     sizes: Sequence[int],
-) -> dict[int, Speeds]:
+) -> dict[int, dict[Setting, list[float]]]:
     from vllm_bpd.closed_loop import closed_loop
 
     with _engine(arguments, speculative, max(sizes)) as llm:
         # In one process the drafter reads this very object, at every step.
         config = llm.llm_engine.vllm_config.speculative_config
-        measured: dict[int, Speeds] = {}
+        measured: dict[int, dict[Setting, list[float]]] = {}
         for size in sizes:
             load = _load(prompts, size)
             closed_loop(llm, load, size, arguments.max_tokens, f"warm-{size}")
-            speeds: dict[float, list[float]] = {setting: [] for setting in CONFIDENCES}
+            speeds: dict[Setting, list[float]] = {setting: [] for setting in SETTINGS}
             for number in range(arguments.rounds):
                 # Forwards, then backwards: no setting is always measured first.
-                for setting in CONFIDENCES[:: -1 if number % 2 else 1]:
-                    config.min_confidence_per_batch_size = [(1, size, setting)]
+                for setting in SETTINGS[:: -1 if number % 2 else 1]:
+                    config.min_confidence_per_batch_size = [(1, size, setting.lowest)]
+                    config.heads_up_to_batch_size = None if setting.heads else 0
                     name = f"{size}-{number}-{setting}"
                     run = closed_loop(llm, load, size, arguments.max_tokens, name)
                     speeds[setting].append(run.speed)
@@ -115,12 +133,12 @@ def _tune_drafts(
     speculative: dict[str, Any],
     prompts: list[list[int]],
     sizes: Sequence[int],
-) -> dict[int, Speeds]:
+) -> dict[int, dict[int, list[float]]]:
     from vllm_bpd.closed_loop import closed_loop
     from vllm_bpd.discovery import find_heads
 
     most = find_heads(arguments.target, arguments.heads).config.max_drafts
-    measured: dict[int, dict[float, list[float]]] = {size: {} for size in sizes}
+    measured: dict[int, dict[int, list[float]]] = {size: {} for size in sizes}
     for drafts in (count for count in DRAFTS if count <= most):
         chosen = {**speculative, "num_speculative_tokens": drafts} if drafts else None
         with _engine(arguments, chosen, max(sizes)) as llm:
@@ -132,7 +150,7 @@ def _tune_drafts(
                     for number in range(arguments.rounds)
                 ]
         print(f"{drafts} drafts a step: measured", flush=True)
-    return dict(measured)
+    return measured
 
 
 @contextmanager
@@ -226,17 +244,16 @@ def _read_prompts(path: Path) -> list[str]:
     return texts
 
 
-def _write_results(path: Path, measured: Mapping[int, Speeds], config: dict[str, Any]) -> None:
+def _write_results(
+    path: Path, speeds: dict[str, dict[str, list[float]]], config: dict[str, Any]
+) -> None:
     import platform
     from importlib.metadata import version
 
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {
         "config": config,
-        "tokens_per_second": {
-            str(size): {f"{setting:g}": list(rounds) for setting, rounds in speeds.items()}
-            for size, speeds in measured.items()
-        },
+        "tokens_per_second": speeds,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
     }

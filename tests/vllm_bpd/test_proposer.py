@@ -60,7 +60,11 @@ class EchoHeads:
         return torch.stack([row_B, sampled_B, row_B + sampled_B], dim=-1)
 
 
-ALWAYS = {"min_confidence": 0.1, "min_confidence_per_batch_size": None}
+ALWAYS = {
+    "min_confidence": 0.1,
+    "min_confidence_per_batch_size": None,
+    "heads_up_to_batch_size": None,
+}
 
 
 @pytest.fixture
@@ -109,6 +113,12 @@ def test_nothing_to_draft_runs_nothing(
     drafter: BpdProposer, sampled: list[list[int]], count: int
 ) -> None:
     assert drafter.propose(sampled, states(2), None, count, NO_TEXTS) == [[] for _ in sampled]
+    assert drafter.model.calls == 0  # type: ignore[union-attr]
+
+
+def test_heads_without_a_lattice_rest_in_a_large_batch(drafter: BpdProposer) -> None:
+    drafter.vllm_config.speculative_config.heads_up_to_batch_size = len(NO_TEXTS.request_ids) - 1
+    assert drafter.propose([[5], [6]], states(2), None, 3, NO_TEXTS) == [[], []]
     assert drafter.model.calls == 0  # type: ignore[union-attr]
 
 

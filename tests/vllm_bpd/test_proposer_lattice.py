@@ -45,6 +45,7 @@ def make(**changed: Any) -> BpdProposer:
         "context_window": 100,
         "min_confidence": 0.0,
         "min_confidence_per_batch_size": None,
+        "heads_up_to_batch_size": None,
     }
     made = BpdProposer(SimpleNamespace(speculative_config=SimpleNamespace(**fields | changed)))
     made.model = SayingHeads()  # type: ignore[assignment]
@@ -127,6 +128,20 @@ def test_the_batch_size_decides_how_likely_a_draft_must_be() -> None:
 
 def test_where_nothing_can_be_sure_enough_the_heads_do_not_run() -> None:
     made = make(min_confidence_per_batch_size=[(1, 3, 0.0), (4, 4, 1.0)])
+    assert drafts(made) == [[], [], [], []]
+    assert heads_of(made).batches == []
+
+
+def test_in_a_large_batch_the_text_drafts_alone() -> None:
+    """Four requests; the second one's text repeats nothing."""
+    made = make(heads_up_to_batch_size=3)
+    assert drafts(made) == [[7, 8, 9, 5, 6], [], [], [6, 4, 12, 6, 4]]
+    assert heads_of(made).batches == []
+    assert drafts(make(heads_up_to_batch_size=4)) == drafts(make())
+
+
+def test_in_a_large_batch_without_context_lookup_nothing_drafts() -> None:
+    made = make(heads_up_to_batch_size=0, context_lookup=False)
     assert drafts(made) == [[], [], [], []]
     assert heads_of(made).batches == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_bpd.confidence import parse_schedule
-from vllm_bpd.tuning import as_ranges, choose, ratio
+from vllm_bpd.tuning import OFF, Setting, as_options, as_ranges, choose, choose_settings, ratio
 
 
 def test_the_fastest_setting_is_chosen_by_its_median() -> None:
@@ -16,6 +16,35 @@ def test_the_fastest_setting_is_chosen_by_its_median() -> None:
 def test_off_is_chosen_where_nothing_is_faster() -> None:
     assert choose({0.1: [11.0], 0.5: [9.0], 1.0: [11.0]}, off=1.0) == 1.0
     assert choose({4: [11.0], 0: [12.0]}, off=0) == 0
+
+
+HEADS, TEXT = Setting(0.1, heads=True), Setting(0.5, heads=False)
+
+
+def test_heads_that_rest_in_one_batch_rest_in_larger_ones() -> None:
+    measured = {
+        1: {HEADS: [3.0], TEXT: [2.0], OFF: [1.0]},
+        4: {HEADS: [2.0], TEXT: [3.0], OFF: [1.0]},
+        8: {HEADS: [9.0], TEXT: [2.0], OFF: [1.0]},
+        16: {HEADS: [9.0], TEXT: [1.0], OFF: [2.0]},
+    }
+    chosen = choose_settings(measured)
+    assert chosen == {1: HEADS, 4: TEXT, 8: TEXT, 16: OFF}
+    assert as_options(chosen, longest=64) == {
+        "min_confidence_per_batch_size": [(1, 2, 0.1), (3, 11, 0.5), (12, 64, 1.0)],
+        "heads_up_to_batch_size": 2,
+    }
+
+
+def test_heads_that_always_pay_need_no_limit() -> None:
+    assert as_options({1: HEADS, 8: HEADS}, longest=64) == {
+        "min_confidence_per_batch_size": [(1, 64, 0.1)]
+    }
+    assert as_options({1: TEXT}, longest=4)["heads_up_to_batch_size"] == 0
+
+
+def test_settings_have_names() -> None:
+    assert [str(one) for one in (HEADS, TEXT, OFF)] == ["heads 0.1", "text 0.5", "off"]
 
 
 def test_ratios_compare_within_a_round() -> None:
