@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -25,25 +25,17 @@ from statistics import median
 from typing import Any
 
 from benchmarks.acceptance import read_categories
+from benchmarks.wrong_drafts import WrongDrafts
 
 MOST_DRAFTS = 8
-_WRONG = 1  # a token id that no answer holds
 
 
-class WrongDrafts:
-    """vLLM's `custom_class` drafter: `count` wrong drafts for every request that sampled."""
+@dataclass
+class Drafting:
+    """What our drafter did so far, in all."""
 
-    count = 0  # set between runs; the engine runs in this process
-
-    def __init__(self, vllm_config: Any) -> None:
-        """Nothing is needed of the config."""
-
-    def load_model(self, *_: Any, **__: Any) -> None:
-        """Nothing to load."""
-
-    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """The drafts of one step."""
-        return [[_WRONG] * self.count if tokens else [] for tokens in sampled]
+    seconds: float = 0.0
+    drafts: int = 0
 
 
 @dataclass
@@ -52,11 +44,14 @@ class Steady:
 
     seconds: list[float] = field(default_factory=list)  # of each step
     tokens: int = 0
+    drafting: Drafting = field(default_factory=Drafting)  # in these steps
 
     def add(self, other: Steady) -> None:
         """Take another run's steps in."""
         self.seconds += other.seconds
         self.tokens += other.tokens
+        self.drafting.seconds += other.drafting.seconds
+        self.drafting.drafts += other.drafting.drafts
 
     @property
     def step(self) -> float:
@@ -96,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         target,
         {
             "method": "custom_class",
-            "model": "benchmarks.limit.WrongDrafts",
+            "model": "benchmarks.wrong_drafts.WrongDrafts",
             "num_speculative_tokens": MOST_DRAFTS,
         },
     )
@@ -122,28 +117,24 @@ def measure(
     arguments: argparse.Namespace,
     free: Any,
     bpd: Any,
-    drafting: list[float],
+    drafting: Drafting,
     texts: list[str],
     size: int,
 ) -> dict[str, Any]:
     """Figures of one batch size."""
     by_count = {count: Steady() for count in (0, 1, 2, 3, 4, 6, MOST_DRAFTS)}
     ours = Steady()
-    drafted = spent = 0.0
     warm = _prompts(free, texts, size, 0)
     for llm in (free, bpd):
-        steady(llm, warm, 16)
+        steady(llm, warm, 16, drafting)
     for number in range(arguments.rounds):
         prompts = _prompts(free, texts, size, number)
         for count, kept in by_count.items():
             WrongDrafts.count = count
-            kept.add(steady(free, prompts, min(arguments.max_tokens, 48)))
-        before, taken = _drafted(bpd), len(drafting)
-        ours.add(steady(bpd, prompts, arguments.max_tokens))
-        drafted += _drafted(bpd) - before
-        spent += sum(drafting[taken:])
+            kept.add(steady(free, prompts, min(arguments.max_tokens, 48), drafting))
+        ours.add(steady(bpd, prompts, arguments.max_tokens, drafting))
     steps = {count: median(kept.seconds) for count, kept in by_count.items()}
-    drafts = drafted / len(ours.seconds) / size
+    drafts = ours.drafting.drafts / len(ours.seconds) / size
     verify = _between(steps, drafts)
     tokens_per_step = ours.tokens_per_step / size
     possible = tokens_per_step * steps[0] / verify
@@ -156,11 +147,11 @@ def measure(
         "possible": possible,
         "reached": reached,
         "reached_over_possible": reached / possible,
-        "drafting_over_verification": spent / len(ours.seconds) / verify,
+        "drafting_over_verification": ours.drafting.seconds / len(ours.seconds) / verify,
     }
 
 
-def steady(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steady:
+def steady(llm: Any, prompts: list[list[int]], max_tokens: int, drafting: Drafting) -> Steady:
     """Run the prompts as one batch; the steps from when all decode until the first one ends."""
     from vllm import SamplingParams
 
@@ -173,7 +164,7 @@ def steady(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steady:
     found, ended = Steady(), False
     while engine.has_unfinished_requests():
         counted = len(lengths) == len(prompts) and not ended
-        before = sum(lengths.values())
+        before, drafted = sum(lengths.values()), replace(drafting)
         started = time.perf_counter()
         outputs = engine.step()
         seconds = time.perf_counter() - started
@@ -183,25 +174,27 @@ def steady(llm: Any, prompts: list[list[int]], max_tokens: int) -> Steady:
         if counted and not ended:
             found.seconds.append(seconds)
             found.tokens += sum(lengths.values()) - before
+            found.drafting.seconds += drafting.seconds - drafted.seconds
+            found.drafting.drafts += drafting.drafts - drafted.drafts
     return found
 
 
-def _watch_drafting() -> list[float]:
-    """Seconds of every call of our drafter from now on."""
+def _watch_drafting() -> Drafting:
+    """Counts every call of our drafter from now on."""
     from vllm_bpd.proposer import BpdProposer
 
-    original, spent = BpdProposer.propose, []
+    original, seen = BpdProposer.propose, Drafting()
 
-    def propose(self: Any, *arguments: Any) -> Any:
+    def propose(self: Any, *arguments: Any) -> list[list[int]]:
         started = time.perf_counter()
-        try:
-            return original(self, *arguments)
-        finally:
-            spent.append(time.perf_counter() - started)
+        drafts = original(self, *arguments)
+        seen.seconds += time.perf_counter() - started
+        seen.drafts += sum(map(len, drafts))
+        return drafts
 
     watched: Any = BpdProposer
     watched.propose = propose
-    return spent
+    return seen
 
 
 def _engine(arguments: argparse.Namespace, target: str, speculative: dict[str, Any]) -> Any:
@@ -214,7 +207,6 @@ def _engine(arguments: argparse.Namespace, target: str, speculative: dict[str, A
         max_model_len=2048,
         max_num_seqs=max(arguments.batch_sizes),
         enable_prefix_caching=False,
-        disable_log_stats=False,
     )
 
 
@@ -228,12 +220,6 @@ def _prompts(llm: Any, texts: list[str], size: int, number: int) -> list[list[in
         )
         for text in chosen
     ]
-
-
-def _drafted(llm: Any) -> float:
-    """Draft tokens verified so far, by the engine's counter."""
-    name = "vllm:spec_decode_num_draft_tokens"
-    return sum(float(metric.value) for metric in llm.get_metrics() if metric.name == name)
 
 
 def _between(steps: dict[int, float], drafts: float) -> float:

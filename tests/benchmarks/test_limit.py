@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.limit import Steady, WrongDrafts, _between, steady
+from benchmarks.limit import Drafting, Steady, _between, steady
+from benchmarks.wrong_drafts import WrongDrafts
 
 
 def test_costs_between_measured_numbers_lie_on_straight_lines() -> None:
@@ -22,9 +23,9 @@ def test_wrong_drafts_go_to_requests_that_sampled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_means_are_over_all_runs() -> None:
-    kept = Steady([1.0, 2.0], 4)
-    kept.add(Steady([3.0], 5))
-    assert (kept.step, kept.tokens_per_step) == (2.0, 3.0)
+    kept = Steady([1.0, 2.0], 4, Drafting(0.5, 3))
+    kept.add(Steady([3.0], 5, Drafting(0.25, 4)))
+    assert (kept.step, kept.tokens_per_step, kept.drafting) == (2.0, 3.0, Drafting(0.75, 7))
 
 
 class CountingEngine:
@@ -32,7 +33,8 @@ class CountingEngine:
 
     LENGTHS = ((1, 0), (2, 1), (4, 2), (5, 4), (6, 6))
 
-    def __init__(self) -> None:
+    def __init__(self, drafting: Drafting) -> None:
+        self.drafting = drafting
         self.names: list[str] = []
         self.done = 0
 
@@ -45,6 +47,7 @@ class CountingEngine:
     def step(self) -> list[Any]:
         lengths = self.LENGTHS[self.done]
         self.done += 1
+        self.drafting.drafts += 10**self.done
         return [
             SimpleNamespace(
                 request_id=name,
@@ -59,6 +62,8 @@ class CountingEngine:
 def test_only_steps_in_which_all_decode_count(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = SimpleNamespace(SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    found = steady(SimpleNamespace(llm_engine=CountingEngine()), [[1], [2]], 6)
+    drafting = Drafting()
+    found = steady(SimpleNamespace(llm_engine=CountingEngine(drafting)), [[1], [2]], 6, drafting)
     assert len(found.seconds) == 2  # the third and fourth step
+    assert found.drafting.drafts == 10**3 + 10**4
     assert found.tokens == (4 + 2) - (2 + 1) + (5 + 4) - (4 + 2)
