@@ -3,8 +3,8 @@
 Served: the mean accepted block by the engine's counters. Walk: the same by `bpd-train evaluate`'s
 exact walk over the answers that the engine gave, and the ratio of the two.
 
-`make acceptance` runs it on the demo's prompts. Any JSONL with `prompt`, or Spec-Bench's `turns` (the
-first is taken), and optionally `category`, may be given instead.
+`make acceptance` runs it on the demo's prompts. Any JSONL with `prompt`, or Spec-Bench's `turns`
+(the first is taken), and optionally `category`, may be given instead.
 """
 
 from __future__ import annotations
