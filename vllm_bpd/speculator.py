@@ -8,6 +8,7 @@ size, K drafts, L columns of the engine's token table, W columns of them searche
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_bpd.entry import METHOD
 from vllm_bpd.lattice import draft_block
 from vllm_bpd.model import BlockwiseHeadsModel, load_heads_model
+
+logger = logging.getLogger(__name__)
 
 
 class BpdSpeculator(DraftModelSpeculator):
@@ -38,6 +41,13 @@ class BpdSpeculator(DraftModelSpeculator):
         self.slots_B = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self.lattice_weights_PF: Tensor | None = None
         speculative = vllm_config.speculative_config
+        for name in ("min_confidence_per_batch_size", "heads_up_to_batch_size"):
+            if getattr(speculative, name) is not None:
+                logger.warning(
+                    "%s: has no effect on model runner V2, which verifies a fixed number of "
+                    "drafts a step; use num_speculative_tokens_per_batch_size there",
+                    name,
+                )
         longest = min(speculative.context_window, vllm_config.model_config.max_model_len)
         self.window_W = torch.arange(-longest, 0, device=device)
         self.hidden_BD = torch.zeros(

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target, as served")
     parser.add_argument("--max-model-len", type=int, default=2048, help="tokens, as served")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="largest batch, as served")
+    parser.add_argument("--enforce-eager", action="store_true", help="as served")
     parser.add_argument("--output", type=Path, default=Path("bpd-tuned.json"), help="the config")
     parser.add_argument("--results", type=Path, help="JSON file for every measured speed")
 
@@ -165,6 +166,7 @@ def _engine(
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=max_num_seqs,
+        enforce_eager=arguments.enforce_eager,
     )
     try:
         yield llm

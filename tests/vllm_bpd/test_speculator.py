@@ -308,7 +308,11 @@ def test_no_more_is_searched_than_a_request_can_say(
 
     monkeypatch.setattr(DraftModelSpeculator, "__init__", init)
     config = SimpleNamespace(
-        speculative_config=SimpleNamespace(context_window=window),
+        speculative_config=SimpleNamespace(
+            context_window=window,
+            min_confidence_per_batch_size=None,
+            heads_up_to_batch_size=None,
+        ),
         model_config=SimpleNamespace(max_model_len=limit),
     )
     made = BpdSpeculator(config, torch.device("cpu"), "states")
