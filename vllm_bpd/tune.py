@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_bpd.discovery import find_heads
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.tuning import OFF, Key, Setting, as_options, as_ranges, choose, choose_settings, ratio
 
@@ -52,10 +53,12 @@ def tune(arguments: argparse.Namespace) -> None:
     sizes = sorted(set(arguments.batch_sizes))
     if sizes[0] < 1:
         raise HeadsError(f"batch_sizes: found {sizes[0]}; expected 1 or more")
+    heads = find_heads(arguments.target, arguments.heads)  # refuses before minutes of measuring
     prompts = _prompts(arguments)
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
     if _uses_v2(arguments, speculative):
-        by_drafts = _tune_drafts(arguments, speculative, prompts, sizes)
+        counts = [count for count in DRAFTS if count <= heads.config.max_drafts]
+        by_drafts = _tune_drafts(arguments, speculative, prompts, sizes, counts)
         drafts = {size: choose(speeds, 0) for size, speeds in by_drafts.items()}
         print(as_table(by_drafts, drafts, 0))
         ranges = as_ranges(drafts, arguments.max_num_seqs)
@@ -134,13 +137,12 @@ def _tune_drafts(
     speculative: dict[str, Any],
     prompts: list[list[int]],
     sizes: Sequence[int],
+    counts: Sequence[int],
 ) -> dict[int, dict[int, list[float]]]:
     from vllm_bpd.closed_loop import closed_loop
-    from vllm_bpd.discovery import find_heads
 
-    most = find_heads(arguments.target, arguments.heads).config.max_drafts
     measured: dict[int, dict[int, list[float]]] = {size: {} for size in sizes}
-    for drafts in (count for count in DRAFTS if count <= most):
+    for drafts in counts:
         chosen = {**speculative, "num_speculative_tokens": drafts} if drafts else None
         with _engine(arguments, chosen, max(sizes)) as llm:
             for size in sizes:
