@@ -19,8 +19,9 @@ A candidate's score at one place is, with the place's own row of weights,
 and `none[r]`, for the longest match of all, is the score of "another token": a softmax over all
 gives the confidence that the draft will be accepted.
 
-Shape suffixes: B rows, W window and tokens drafted so far, C columns that can match, M candidates
-of a head, R matches, S = M + R candidates, K heads, P places of the block, F weights.
+Shape suffixes: B rows, W window and tokens drafted so far, C columns that can match, L tokens of
+the longest match that counts, M candidates of a head, R matches, S = M + R candidates, K heads, P
+places of the block, F weights.
 """
 
 from __future__ import annotations
@@ -87,15 +88,17 @@ def draft_block(
 
 def match_runs(window_BW: Tensor) -> Tensor:
     """How many tokens up to each column equal the window's last ones, [B, W - 1], its dtype."""
-    width = window_BW.shape[1]
-    equal_BC = torch.ones_like(window_BW[:, :-1], dtype=torch.bool)
-    run_BC = torch.zeros_like(window_BW[:, :-1])
-    for back in range(min(LONGEST_MATCH, width - 1)):
-        newest_B1 = window_BW[:, width - 1 - back :][:, :1]
-        shifted_BC = nn.functional.pad(window_BW[:, : width - 1 - back], (back, 0), value=-1)
-        equal_BC = equal_BC & (shifted_BC[:, : width - 1] == newest_B1) & (newest_B1 >= 0)
-        run_BC = run_BC + equal_BC
-    return run_BC
+    if window_BW.shape[1] == 1:
+        return window_BW[:, :0]
+    earlier_BC = nn.functional.pad(window_BW[:, :-1], (LONGEST_MATCH - 1, 0), value=-1)
+    missing = max(0, LONGEST_MATCH - window_BW.shape[1])
+    last_BL = nn.functional.pad(window_BW[:, -LONGEST_MATCH:], (missing, 0), value=-1)
+    # Of each column, the tokens up to it: L of them, the nearest last.
+    up_to_BCL = earlier_BC.unfold(1, LONGEST_MATCH, 1)
+    differs_BCL = (up_to_BCL != last_BL.unsqueeze(1)) | (last_BL < 0).unsqueeze(1)
+    # A difference in front of all makes the first one from behind the length of the match.
+    nearest_first_BCL = nn.functional.pad(differs_BCL, (1, 0), value=True).flip(2)
+    return nearest_first_BCL.to(torch.int8).argmax(2).to(window_BW.dtype)
 
 
 def extend(window_BW: Tensor, run_BC: Tensor, newest_B: Tensor) -> tuple[Tensor, Tensor]:
