@@ -39,7 +39,7 @@ def operators(work: Callable[[], Any]) -> int:
     """How many operators `work` dispatches."""
     with torch.inference_mode(), Counted() as counted:
         work()
-    return counted.count
+    return int(counted.count)
 
 
 def lattice_operators(requests: int, places: int) -> int:
