@@ -11,7 +11,8 @@ ON_CPU := scripts/cpu_env.sh
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
 MATRIX := -m "row or full" -p integration_tests.harness.verdicts
 
-.PHONY: help setup demo test test-matrix soak serve bench acceptance limit tune lint clean
+.PHONY: help setup demo test test-matrix test-distributed soak serve bench acceptance limit tune lint \
+	clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -23,7 +24,7 @@ demo: setup ## serve SmolLM2 with and without heads, side by side; ARGS="--dtype
 	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo $(ARGS)
 
 test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
-	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests -m "not full" $(ARGS)
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests -m "not full and not distributed" $(ARGS)
 
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
@@ -33,6 +34,10 @@ test-matrix: setup ## every row on both runners and releases; writes docs/compat
 		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
 		--verdicts=build/verdicts-0.33.json $(ARGS)
 	@$(VENV_PYTHON) -m integration_tests.compatibility docs/compatibility.md build/verdicts-*.json
+
+test-distributed: setup ## tensor, pipeline and data parallel, over processes and Ray, on CPUs
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed tests/vllm_bpd/test_ranks.py \
+		$(ARGS)
 
 soak: setup ## mixed traffic for an hour, answers compared; ARGS="--minutes 5" is passed on
 	@$(ON_CPU) $(VENV_PYTHON) -m integration_tests.soak $(ARGS)

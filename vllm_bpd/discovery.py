@@ -79,7 +79,7 @@ def resolve_target(target: str, revision: str | None = None) -> Path | None:
     """Local folder of the target: itself, or what the hub cache holds; None if neither."""
     if Path(target).is_dir():
         return Path(target)
-    return _from_hub(target, revision, None, ["config.json"], local_only=True)
+    return from_hub(target, revision, None, ["config.json"], local_only=True)
 
 
 def shipped_names() -> list[str]:
@@ -95,7 +95,7 @@ def _named(heads: str, revision: str | None, token: str | bool | None) -> FoundH
         return FoundHeads(path, read_config(path), f"folder {path}")
     folder = None
     if heads.count("/") == 1 and not heads.startswith((".", "/", "~")):
-        folder = _from_hub(heads, revision, token, [CONFIG_FILE, WEIGHTS_FILE])
+        folder = from_hub(heads, revision, token, [CONFIG_FILE, WEIGHTS_FILE])
     if folder is None:
         raise HeadsError(
             f"model: {heads!r} is neither a folder of heads nor a repository that could be had "
@@ -109,7 +109,7 @@ def _inside_target(
 ) -> FoundHeads | None:
     folder = None if target_folder is None else target_folder / HEADS_FOLDER
     if not Path(target).is_dir():
-        snapshot = _from_hub(target, revision, token, [f"{HEADS_FOLDER}/*"])
+        snapshot = from_hub(target, revision, token, [f"{HEADS_FOLDER}/*"])
         folder = None if snapshot is None else snapshot / HEADS_FOLDER
     if folder is None or not folder.is_dir():
         return None
@@ -128,7 +128,7 @@ def _shipped(target_folder: Path | None) -> FoundHeads | None:
     return None
 
 
-def _from_hub(
+def from_hub(
     repository: str,
     revision: str | None,
     token: str | bool | None,

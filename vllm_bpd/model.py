@@ -135,7 +135,10 @@ class BlockwiseHeadsModel(nn.Module):
 
 @torch.inference_mode()
 def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHeadsModel:
-    """The heads that `vllm_config` names, through vLLM's loader, bound to `target`."""
+    """The heads that `vllm_config` names, through vLLM's loader, bound to `target`.
+
+    Raises HeadsError if this machine has others than the front end found, or none.
+    """
     from vllm.compilation.backends import set_model_tag
     from vllm.model_executor.model_loader import get_model
 
@@ -147,6 +150,9 @@ def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHea
         target_load = vllm_config.load_config
         chosen = "dummy" if target_load.load_format == "dummy" else "safetensors"
         load_config = type(target_load)(load_format=chosen)
+    if load_config.load_format != "dummy":
+        folder = speculative.provenance.here(vllm_config.model_config.hf_token)
+        speculative.draft_model_config.model = str(folder)
     with set_model_tag("bpd_heads"):
         model = get_model(
             vllm_config=vllm_config,

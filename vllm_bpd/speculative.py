@@ -6,6 +6,8 @@ Built in the front end before any weight is loaded, then sent to every worker.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -13,6 +15,8 @@ from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
+from vllm_bpd.agreement import Provenance, provenance
+from vllm_bpd.arrival import arrive, plugin_version, send_by_value
 from vllm_bpd.confidence import parse_schedule
 from vllm_bpd.discovery import FoundHeads, find_heads
 from vllm_bpd.errors import HeadsError
@@ -73,6 +77,9 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     """With more running requests than this, the requests' own texts draft alone and the heads rest:
     on a busy machine their cost is a good part of a step. None: never. Model runner V1."""
 
+    provenance: Provenance | None = Field(init=False, default=None)
+    """Which heads were found: what workers on other machines need to know. Not to be given."""
+
     if TYPE_CHECKING:  # the base class, and with it its fields, is Any
         num_speculative_tokens: int | None
         draft_tensor_parallel_size: int | None
@@ -101,6 +108,12 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             found.source,
             found.folder,
         )
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str], dict[str, Any]]:
+        """Leave for another process: it must have this very plugin, and says so if not."""
+        if "ray" in sys.modules:
+            send_by_value()
+        return arrive, (plugin_version(),), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process: its runners must be connected before they are built."""
@@ -154,6 +167,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         self._check_schedule()
         target = self.target_model_config
         self.model = str(found.folder)
+        self.provenance = provenance(found.folder)
         self.draft_model_config = ModelConfig(
             model=self.model,
             runner="draft",

@@ -310,3 +310,63 @@ def signature_of(reference: str) -> inspect.Signature:
     """The signature of a replacement named `module:function`."""
     module, name = reference.split(":")
     return inspect.signature(getattr(__import__(module, fromlist=["_"]), name))
+
+
+def _noting(seen: list[Any], name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective`, which notes its name and its tensor's shape first."""
+
+    def noting(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        seen.append((name, tuple(tensor.shape)))
+        return collective(tensor, *rest, **named)
+
+    return noting
+
+
+def drafted_on_rank(
+    rank: int, size: int, folder: str, case: dict[str, Any], steps: list[dict[str, Any]]
+) -> list[tuple[Any, list[tuple[str, tuple[int, ...]]]]]:
+    """What one rank drafts in each step, and the collectives it took part in, with their shapes.
+
+    A case has a heads' `config`, its `tensors`, the target's `lm_head` and `embedding`. A step
+    calls the model's `forward` or `candidates`, or the V1 drafter's `propose`, with `arguments`.
+    """
+    from types import SimpleNamespace
+
+    from torch import nn
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from vllm_bpd.model import BlockwiseHeadsModel
+    from vllm_bpd.proposer import BpdProposer
+
+    join_group(rank, size, folder)
+    config = case["config"]
+    speculative = SimpleNamespace(
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(heads=config)),
+        num_speculative_tokens=case["places"],
+        context_lookup=True,
+        context_window=64,
+        min_confidence=0.0,
+    )
+    target: Any = nn.Module()
+    target.lm_head = lm_head_for(case["lm_head"])
+    table = VocabParallelEmbedding(*case["embedding"].shape, params_dtype=torch.float32)
+    table.weight_loader(table.weight, case["embedding"])
+    target.embed_input_ids = loaded(table)
+    wanted: Any = SimpleNamespace(speculative_config=speculative)
+    drafter = BpdProposer(wanted)
+    drafter.model = BlockwiseHeadsModel(vllm_config=wanted)
+    drafter.model.load_weights(case["tensors"].items())
+    loaded(drafter.model).bind(target)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    group = get_tp_group()
+    for name in ("all_reduce", "all_gather"):
+        setattr(group, name, _noting(seen, name, getattr(group, name)))
+    results = []
+    for step in steps:
+        owner = drafter if step["call"] == "propose" else drafter.model
+        with torch.inference_mode():
+            found = getattr(owner, step["call"])(*step["arguments"])
+        results.append((pickle.loads(pickle.dumps(found)), list(seen)))
+        seen.clear()
+    return results

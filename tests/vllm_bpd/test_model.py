@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="the model is made of vLLM's layers")
 
+from vllm.model_executor import model_loader
+
 from tests.vllm_bpd.fresh import head_states_on_rank, load_refusals, run_fresh
 from tests.vllm_bpd.samples import HIDDEN, heads_config, lattice_weights, random_heads
 from vllm_bpd.checkpoint import LATTICE_WEIGHTS
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
-from vllm_bpd.model import BlockwiseHeadsModel
+from vllm_bpd.model import BlockwiseHeadsModel, load_heads_model
 
 ROWS = 7
 CASES: dict[str, tuple[Any, int, str]] = {
@@ -164,3 +168,36 @@ def test_without_a_lattice_there_are_no_weights_and_none_are_taken() -> None:
     assert model.lattice_weights_PF is None
     with pytest.raises(HeadsError, match=r"^lattice_weights: unused tensor; expected hidden_layer"):
         model.load_weights((tensors | {LATTICE_WEIGHTS: lattice_weights(3)}).items())
+
+
+def test_heads_are_loaded_from_where_this_machine_has_the_front_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def here(token: str) -> Path:
+        asked.append(token)
+        return Path("/here")
+
+    found: Any = SimpleNamespace(
+        provenance=SimpleNamespace(here=here),
+        draft_model_config=SimpleNamespace(model="/there"),
+        draft_load_config=SimpleNamespace(load_format="safetensors"),
+    )
+    config: Any = SimpleNamespace(
+        speculative_config=found, model_config=SimpleNamespace(hf_token="a token")
+    )
+    loaded, _ = plain_model(heads_config())
+    loaded.bind = lambda target: None
+    from_folders = []
+
+    def get_model(model_config: Any, **_: Any) -> Any:
+        from_folders.append(model_config.model)
+        return loaded
+
+    monkeypatch.setattr(model_loader, "get_model", get_model)
+    assert load_heads_model(config, nn.Module()) is loaded
+    assert (asked, from_folders) == (["a token"], ["/here"])
+    found.draft_load_config.load_format = "dummy"  # no file is read
+    load_heads_model(config, nn.Module())
+    assert asked == ["a token"]

@@ -1,0 +1,11 @@
+"""Test only: what vLLM asks of a GPU machine before it starts workers, answered by a CPU.
+
+With the folder above on PYTHONPATH, every process finds this through entry points: vLLM a platform
+that Ray may place workers for, Triton a backend that says it is active. Workers of an executor are
+processes of their own, so nothing that one process patches would reach them.
+"""
+
+
+def platform() -> str:
+    """The platform's class, for vLLM's `vllm.platform_plugins`."""
+    return "pretend_devices.platform.PretendGpuPlatform"

@@ -1,0 +1,171 @@
+"""Tensor, pipeline and data parallel, over processes and over Ray: the same ids, the same counters.
+
+Float32, greedily; every engine answers what one process does without speculation, and drafts and
+accepts what one process does with the same heads. Model runner V1 has no pipeline stages beside
+any speculative method, which is shown as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.distributed.cases import answered
+from integration_tests.harness.combos import COMBOS, Combo
+from integration_tests.harness.heads import write_chain_heads, write_heads
+from integration_tests.harness.jobs import make_prompts
+from integration_tests.harness.releases import ReleaseError, find_release
+from integration_tests.harness.targets import TARGETS, TEXT_VOCAB, write_target
+
+BASE = Combo("0.32", "V1")
+MAX_MODEL_LEN = 64
+MAX_TOKENS = 16
+# The last ends at the context's end; the first begins the others' batch, or another engine's.
+LENGTHS = (2, 3, 5, 9, 17, 33, 55)
+PROMPTS = make_prompts(LENGTHS, TEXT_VOCAB)
+NUM_HEADS, PLACES = 3, 4
+# Prompts come in pieces beside requests that decode, and later ones wait.
+ENGINE = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+RAY = {"num_cpus": 4, "num_gpus": 4, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+# vLLM's V1 makes the buffer between two stages while it warms up, which it skips on a CPU unless
+# something is compiled.
+WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an engine is spread, and where that is tried."""
+
+    name: str
+    arguments: dict[str, Any]
+    heads: str = "lattice"
+    runners: tuple[str, ...] = ("V1", "V2")
+    releases: tuple[str, ...] = ("0.32", "0.33")
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether its workers are Ray's."""
+        return self.arguments.get("distributed_executor_backend") == "ray"
+
+
+def sizes(tensor: int = 1, pipeline: int = 1, backend: str = "mp") -> dict[str, Any]:
+    """Arguments of an engine of so many ranks and stages."""
+    return {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "distributed_executor_backend": backend,
+    }
+
+
+CASES = (
+    Case("tp2", sizes(tensor=2)),
+    Case("tp2-argmax", sizes(tensor=2), heads="chain", releases=("0.32",)),
+    Case("dp2", {"data_parallel_size": 2}),
+    Case("tp2-ray", sizes(tensor=2, backend="ray")),
+    Case("pp2", sizes(pipeline=2), runners=("V2",)),
+    Case("pp2-ray", sizes(pipeline=2, backend="ray"), runners=("V2",), releases=("0.32",)),
+    Case("tp2-pp2", sizes(2, 2), runners=("V2",), releases=("0.32",)),
+)
+RUNS = [
+    pytest.param(
+        combo,
+        case,
+        id=f"{combo.name}-{case.name}",
+        # `make test` runs one of them.
+        marks=[] if (combo, case) == (BASE, CASES[0]) else [pytest.mark.distributed],
+    )
+    for combo in COMBOS
+    for case in CASES
+    if combo.runner in case.runners and combo.release in case.releases
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 4 attention heads and 2 for keys, and two sets of heads for it."""
+    root = tmp_path_factory.mktemp("distributed")
+    target = write_target(TARGETS["settled"], root / "target")
+    write_heads(
+        target, root / "lattice", NUM_HEADS, places=PLACES, draft_vocab_size=TEXT_VOCAB // 2
+    )
+    write_chain_heads(target, root / "chain", NUM_HEADS)
+    return root
+
+
+class Engines:
+    """Starts engines over the folder's target, and remembers what one process answered."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is started yet."""
+        self.folder = folder
+        self.known: dict[tuple[Combo, str], dict[str, Any]] = {}
+
+    def run(self, combo: Combo, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The reply of one engine."""
+        request: dict[str, Any] = {
+            "engine": {"model": str(self.folder / "target"), **ENGINE},
+            "prompts": PROMPTS,
+            "max_tokens": MAX_TOKENS,
+            "cases": {name: arguments},
+        }
+        if arguments.get("distributed_executor_backend") == "ray":
+            request["ray"] = RAY
+        return answered(combo, self.folder / f"{combo.name}-{name}", request)[name]
+
+    def speculating(self, heads: str) -> dict[str, Any]:
+        """The argument that serves a set of heads."""
+        return {"speculative_config": {"method": "bpd", "model": str(self.folder / heads)}}
+
+    def alone(self, combo: Combo, heads: str | None) -> dict[str, Any]:
+        """What one process answers, once a session; without heads, without speculation."""
+        if heads is None:
+            combo = BASE  # that all combinations agree is `test_harness.py`'s first test
+        key = (combo, str(heads))
+        if key not in self.known:
+            arguments = {} if heads is None else self.speculating(heads)
+            self.known[key] = self.run(combo, f"one-{heads}", arguments)
+        return self.known[key]
+
+
+@pytest.fixture(scope="session")
+def engines(folder: Path) -> Engines:
+    """The engines of this session."""
+    return Engines(folder)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("combo", "case"), RUNS)
+def test_ids_and_counters(engines: Engines, combo: Combo, case: Case) -> None:
+    """Those of one process."""
+    try:
+        find_release(combo.release)
+    except ReleaseError as reason:
+        pytest.skip(str(reason))
+    plain, one = engines.alone(combo, None), engines.alone(combo, case.heads)
+    assert [len(ids) for ids in plain["ids"]] == [
+        min(MAX_TOKENS, MAX_MODEL_LEN - length) for length in LENGTHS
+    ]
+    spread = engines.run(combo, case.name, case.arguments | engines.speculating(case.heads))
+    assert "error" not in spread, spread
+    assert (spread["runner"], one["runner"]) == (combo.runner, combo.runner)
+    assert spread["executor"] == case.arguments.get("distributed_executor_backend", "mp")
+    assert spread["ids"] == one["ids"] == plain["ids"]
+    assert spread["spec"] == one["spec"]
+    assert 0 < spread["spec"]["accepted"] < spread["spec"]["drafted"]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_stages_on_v1_fail_beside_any_drafter(engines: Engines) -> None:
+    """Its first stage lacks the drafter; without speculation two stages answer. So bpd refuses."""
+    stages = sizes(pipeline=2) | WARM
+    plain = engines.run(BASE, "pp2-plain", stages)
+    assert plain["ids"] == engines.alone(BASE, None)["ids"]
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    failed = engines.run(BASE, "pp2-ngram", stages | {"speculative_config": ngram})
+    assert "Engine core initialization failed" in failed["error"]
+    refused = engines.run(BASE, "pp2", stages | engines.speculating("lattice"))
+    assert refused["error"].startswith("pipeline_parallel_size: found 2; bpd on model runner V1")
