@@ -107,7 +107,7 @@ class BlockwiseHeadsModel(nn.Module):
         """Draft token ids, int64 [B, K], from last hidden states [B, D] and ids just sampled [B].
 
         One batched pass: two matrix products for all heads, one with the vocabulary. Every rank
-        of a tensor-parallel group must call it with the same B.
+        of a tensor-parallel group must call it with the same B, at least 1.
         """
         assert self.projection is not None, "bind() comes first"
         states_BKD = self._head_states(hidden_BD, sampled_B)

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from integration_tests.harness.combos import Combo
-from integration_tests.harness.engine_process import REPOSITORY, engine_environment
+from integration_tests.harness.engine_process import (
+    JOB_TIMEOUT,
+    REPOSITORY,
+    engine_environment,
+)
 
 PRETEND = Path(__file__).parent / "pretend"
 PROGRAM = "integration_tests.distributed.engines"
@@ -33,7 +37,7 @@ def environment(combo: Combo, pretend: bool) -> dict[str, str]:
 
 
 def answered(
-    combo: Combo, folder: Path, request: dict[str, Any], seconds: float = 540
+    combo: Combo, folder: Path, request: dict[str, Any], seconds: float = JOB_TIMEOUT
 ) -> dict[str, dict[str, Any]]:
     """The replies to every case of `request`, by name. Whatever happens, no process is left."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,8 @@ any speculative method, which is shown as well.
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from integration_tests.distributed.cases import answered
 from integration_tests.harness.combos import COMBOS, Combo
+from integration_tests.harness.engine_process import REPOSITORY
 from integration_tests.harness.heads import write_chain_heads, write_heads
 from integration_tests.harness.jobs import make_prompts
 from integration_tests.harness.releases import ReleaseError, find_release
@@ -134,6 +137,27 @@ class Engines:
 def engines(folder: Path) -> Engines:
     """The engines of this session."""
     return Engines(folder)
+
+
+def test_the_readme_asks_for_what_is_tested() -> None:
+    """Every line of its section is the arguments of a case, word for word."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ vllm serve MODEL (.*-parallel-size.*)$", text, flags=re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        words = shlex.split(line)
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert options.pop("--speculative-config") == "bpd"
+        asked = {name[2:].replace("-", "_"): value for name, value in options.items()}
+        assert any(
+            asked
+            == {
+                name: str(value)
+                for name, value in case.arguments.items()
+                if value not in (1, "mp")  # as they are by default
+            }
+            for case in CASES
+        ), line
 
 
 @pytest.mark.timeout(1800)
