@@ -124,8 +124,8 @@ def async_methods(original: Any) -> Any:
 def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None:
     """V2 keeps async scheduling; V1 drafts after its bookkeeping, so it cannot have it.
 
-    Nor can V1 have pipeline stages: drafts reach its scheduler before the token that they follow, so
-    it plans them too early. `ngram` fails there alike.
+    Nor can V1 have pipeline stages: drafts reach its scheduler before the token that they follow,
+    so it plans them too early. `ngram` fails there alike.
     """
     if getattr(vllm_config.speculative_config, "method", None) == METHOD:
         scheduler = vllm_config.scheduler_config

@@ -347,6 +347,8 @@ def drafted_on_rank(
         context_lookup=True,
         context_window=64,
         min_confidence=0.0,
+        min_confidence_per_batch_size=None,
+        heads_up_to_batch_size=case["heads_up_to"],
     )
     target: Any = nn.Module()
     target.lm_head = lm_head_for(case["lm_head"])
