@@ -88,6 +88,14 @@ def lm_head_hash(
     return None
 
 
+def stored_embedding(folder: Path, vocab_size: int, hidden_size: int) -> tuple[Path, str] | None:
+    """File and name of the embedding stored in `folder`, or None if there is no plain one."""
+    for path, name in _stored(folder, _EMBEDDING_MODULES):
+        if _read_rows(path, name, vocab_size, hidden_size) is not None:
+            return path, name
+    return None
+
+
 def _stored(folder: Path, modules: tuple[str, ...]) -> list[tuple[Path, str]]:
     """File and name of the tensors of these modules, plain or quantised, outside the layers."""
     found = []

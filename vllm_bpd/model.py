@@ -31,6 +31,7 @@ from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
 from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
 from vllm_bpd.projection import DraftProjection, find_embedding
+from vllm_bpd.stage_embedding import is_missing, load_embedding
 
 
 class BlockwiseHeadsModel(nn.Module):
@@ -163,6 +164,8 @@ def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHea
     if load_config.load_format == "dummy":
         model.take_dummy_lattice()
     model.bind(target)
+    if model.embed is not None and is_missing(model.embed, vllm_config.device_config.device):
+        model.embed = load_embedding(vllm_config)
     return model
 
 

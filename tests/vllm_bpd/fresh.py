@@ -372,3 +372,24 @@ def drafted_on_rank(
         results.append((pickle.loads(pickle.dumps(found)), list(seen)))
         seen.clear()
     return results
+
+
+def embedded_on_rank(rank: int, size: int, folder: str, target: str, ids: list[int]) -> Any:
+    """What the embedding of a stage that lacks one gives for `ids`, and a stage's placeholder."""
+    from types import SimpleNamespace
+
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    from vllm_bpd.stage_embedding import is_missing, load_embedding
+
+    join_group(rank, size, folder)
+    shape = {"get_vocab_size": lambda: 131, "get_hidden_size": lambda: 16}
+    device = torch.device("cpu")
+    wanted: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model=target, revision=None, dtype=torch.float32, **shape),
+        device_config=SimpleNamespace(device=device),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    table = load_embedding(wanted)
+    missing = is_missing(PPMissingLayer(), device), is_missing(table, device)
+    return table(torch.tensor(ids)).clone(), missing

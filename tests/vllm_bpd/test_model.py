@@ -185,7 +185,9 @@ def test_heads_are_loaded_from_where_this_machine_has_the_front_ends(
         draft_load_config=SimpleNamespace(load_format="safetensors"),
     )
     config: Any = SimpleNamespace(
-        speculative_config=found, model_config=SimpleNamespace(hf_token="a token")
+        speculative_config=found,
+        model_config=SimpleNamespace(hf_token="a token"),
+        device_config=SimpleNamespace(device="cpu"),
     )
     loaded, _ = plain_model(heads_config())
     loaded.bind = lambda target: None
