@@ -9,10 +9,11 @@ Shape suffixes: B ids, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -26,7 +27,7 @@ def is_missing(embed: Callable[[Tensor], Tensor], device: torch.device) -> bool:
     return not embed(torch.zeros(1, dtype=torch.int64, device=device)).is_floating_point()
 
 
-def load_embedding(vllm_config: VllmConfig) -> nn.Module:
+def load_embedding(vllm_config: VllmConfig) -> Any:
     """The target's embedding of ids [B] as [B, D], this rank's shard of it, from the checkpoint.
 
     Raises HeadsError if it is not stored as a plain matrix in safetensors on this machine.
@@ -34,7 +35,7 @@ def load_embedding(vllm_config: VllmConfig) -> nn.Module:
     target = vllm_config.model_config
     rows, width = target.get_vocab_size(), target.get_hidden_size()
     with torch.device(vllm_config.device_config.device):
-        table: nn.Module = VocabParallelEmbedding(rows, width, params_dtype=target.dtype)
+        table: Any = VocabParallelEmbedding(rows, width, params_dtype=target.dtype)
     if vllm_config.load_config.load_format == "dummy":
         return table
     folder = resolve_target(target.model, target.revision)
