@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, tokens")
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="tokens")
+    parser.add_argument("--serve", default="", help="further options of every `vllm serve`")
     parser.add_argument("--seed", type=int, default=0, help="draws prompts")
     parser.add_argument("--output", type=Path, default=Path("build/bench"), help="folder")
     run(parser.parse_args())
@@ -58,10 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     texts = [text for group in read_categories(arguments.prompts).values() for text in group]
     random.Random(arguments.seed).shuffle(texts)
     options = [
-        "--dtype", arguments.dtype, "--max-model-len", "4096",
+        "--dtype", arguments.dtype, "--max-model-len", str(arguments.max_model_len),
         "--max-num-seqs", str(max(arguments.concurrency)),
         # A load whose prompts were seen at another level would have nothing to prefill.
         "--no-enable-prefix-caching",
+        *shlex.split(arguments.serve),
     ]  # fmt: skip
     servers = []
     try:
@@ -137,6 +141,7 @@ def _write(
             "dtype": arguments.dtype,
             "prompts": arguments.prompts.name if arguments.prompts else "the demo's",
             "seed": arguments.seed,
+            "serve": arguments.serve,
         },
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
