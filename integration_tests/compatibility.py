@@ -39,7 +39,7 @@ ROWS = {
     "upgrade": "a vLLM that differs is refused by name; other methods unaffected",
     "faults": "a worker killed, a full disk, two trainings in one folder",
 }
-LETTERS = {"heads": "R", "oracle": "O", "corrupted": "M"}
+LETTERS = {"heads": "R", "oracle": "O", "corrupted": "M", "lattice": "L"}
 
 
 def load(paths: list[Path]) -> list[dict[str, Any]]:
@@ -93,8 +93,9 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         "",
         "Made by `make test-matrix`; do not edit. Each cell is the verdict of the tests of that "
         "row on that vLLM release and model runner: drafts by random heads (R), by an oracle that "
-        "is always right (O), and by one whose every third draft is wrong (M), all against the "
-        "same requests without speculation; in brackets the number of tests that passed.",
+        "is always right (O), by one whose every third draft is wrong (M), and by random heads "
+        "with a lattice together with each request's own text (L), all against the same requests "
+        "without speculation; in brackets the number of tests that passed.",
         "",
         "| row | " + " | ".join(name.replace("-", " ") for name in names) + " |",
         "|---|" + "---|" * len(names),

@@ -1,4 +1,4 @@
-"""Rows batching, preemption, abort and LoRA: one engine each, random heads, oracle, corrupted."""
+"""Rows batching, preemption, abort and LoRA: every way to draft."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ import pytest
 
 from integration_tests.harness.adapters import write_adapter
 from integration_tests.harness.engine_process import EngineProcess
-from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, make_prompts, run, stand_in
-from integration_tests.harness.matrix import MODES, NUM_HEADS, Group, Request, Suite, check_group
+from integration_tests.harness.matrix import (
+    LATTICE,
+    MODES,
+    NUM_HEADS,
+    PLACES,
+    SCRIPTED,
+    Group,
+    Request,
+    Suite,
+    check_group,
+)
 from integration_tests.harness.stand_ins import STOCK_V2
 
 VOCAB = 256
@@ -100,19 +109,18 @@ LORA_FAULT = (
 @pytest.fixture
 def play(
     engine: EngineProcess, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Group, dict[tuple[str, str], dict[str, Any]]]]:
-    """Plays a row on this combination, once: its group, and the reply of each mode."""
+) -> Callable[..., tuple[Group, dict[str, Any]]]:
+    """Plays a row on this combination, once: its group, and the reply of a mode."""
 
-    def play(row: str) -> tuple[Group, dict[tuple[str, str], dict[str, Any]]]:
+    def play(row: str, mode: str = "heads") -> tuple[Group, dict[str, Any]]:
         if row not in SUITES:
             folder = tmp_path_factory.mktemp("row")
             target = targets["llama"]
             more, groups = MAKERS[row](target, folder)
-            heads = write_heads(target, folder / "heads", NUM_HEADS)
-            suite = Suite(target, heads, ENGINE | more, groups)
+            suite = Suite(target, folder, ENGINE | more, groups)
             suite.record(engine)
             SUITES[row] = suite
-        return SUITES[row].groups[row], SUITES[row].play(engine)
+        return SUITES[row].groups[row], SUITES[row].play(engine, row, mode)
 
     return play
 
@@ -125,13 +133,14 @@ def test_as_without_speculation(
     """Ids of every request, and right inputs for the heads: with LoRA, the adapted states."""
     if (row, engine.combo.runner) == ("LoRA", "V2"):
         request.applymarker(pytest.mark.xfail(reason=LORA_FAULT, raises=AssertionError))
-    group, replies = play(row)
-    batch = replies[row, mode]
+    group, batch = play(row, mode)
     check_group(group, batch)
-    spec = batch["spec"]
-    assert 0 < spec["drafts"] <= spec["drafted"] <= NUM_HEADS * spec["drafts"]
+    spec, most = batch["spec"], PLACES if mode == LATTICE else NUM_HEADS
+    assert 0 < spec["drafts"] <= spec["drafted"] <= most * spec["drafts"]
     assert 0 <= spec["accepted"] <= spec["drafted"]
     assert sum(spec["per_position"]) == spec["accepted"]
+    if mode == LATTICE:
+        assert batch["lattice"]["moved"] > 0, "no request's own text made a difference"
     if mode == "oracle" and row != "abort":  # a dropped stream may end in any step
         assert spec["accepted"] == spec["drafted"]
     assert batch["metrics"]["vllm:num_requests_running"] == 0
@@ -160,9 +169,9 @@ def test_memory_stays_flat(play: Any, engine: EngineProcess) -> None:
 @pytest.mark.row("batching")
 def test_prefixes_are_cached(play: Any) -> None:
     """The batching row is nothing without hits."""
-    group, replies = play("batching")
     for mode in MODES:
-        cached = [output["cached"] for output in replies["batching", mode]["outputs"]]
+        group, batch = play("batching", mode)
+        cached = [output["cached"] for output in batch["outputs"]]
         assert max(cached) >= 2 * BLOCK_SIZE
     assert any(output["cached"] for output in group.expected)
 
@@ -170,9 +179,12 @@ def test_prefixes_are_cached(play: Any) -> None:
 @pytest.mark.row("preemption")
 def test_requests_are_preempted(play: Any) -> None:
     """The preemption row is nothing without preemptions."""
-    _, replies = play("preemption")
-    counts = [replies["preemption", mode]["metrics"]["vllm:num_preemptions"] for mode in MODES]
+    batches = {mode: play("preemption", mode)[1] for mode in MODES}
+    counts = [batches[mode]["metrics"]["vllm:num_preemptions"] for mode in SCRIPTED]
     assert 0 < counts[0] < counts[1] < counts[2]  # the counter goes on from mode to mode
+    assert batches[LATTICE]["metrics"]["vllm:num_preemptions"] > 0
+    # Resumed requests draft from their own text, and the drafts are what it gives (`watch`).
+    assert batches[LATTICE]["lattice"]["moved_resumed"] > 0
 
 
 @pytest.mark.row("LoRA")

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from integration_tests.harness.engine_process import EngineProcess
-from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import greedy, make_job, make_prompts, record, run
 from integration_tests.harness.matrix import (
     BLOCK,
     MODES,
-    NUM_HEADS,
     Group,
     Request,
     Suite,
@@ -107,10 +105,7 @@ def suite(
             "greedy": Group(structured(prompts[:32], temperature=0), processors=True),
             "sampled": Group(sampled, modes=("heads",)),
         }
-        heads = write_heads(
-            targets["text"], tmp_path_factory.mktemp("structure") / "heads", NUM_HEADS
-        )
-        made = Suite(targets["text"], heads, ENGINE, groups)
+        made = Suite(targets["text"], tmp_path_factory.mktemp("structure"), ENGINE, groups)
         made.record(engine)
         SUITES["text"] = made
     return SUITES["text"]
@@ -129,7 +124,7 @@ def check_valid(group: Group, batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_structured_as_without_speculation(suite: Suite, engine: EngineProcess, mode: str) -> None:
     """Thirty at once: the target's own answers, hence valid."""
-    batch = suite.play(engine)["greedy", mode]
+    batch = suite.play(engine, "greedy", mode)
     check_group(suite.groups["greedy"], batch)
     check_valid(suite.groups["greedy"], batch)
     assert batch["spec"]["drafted"] > 0
@@ -138,7 +133,7 @@ def test_structured_as_without_speculation(suite: Suite, engine: EngineProcess, 
 @pytest.mark.row("structure")
 def test_sampled_structure_is_valid(suite: Suite, engine: EngineProcess) -> None:
     """Drawn at random, the answers are still of their kinds."""
-    check_valid(suite.groups["sampled"], suite.play(engine)["sampled", "heads"])
+    check_valid(suite.groups["sampled"], suite.play(engine, "sampled", "heads"))
 
 
 @pytest.fixture
@@ -162,9 +157,9 @@ def thoughts(
         requests = [Request(f"ends at {place}", at[place], asked) for place in places]
         reasoning = dict(ENGINE["structured_outputs_config"], reasoning_parser="deepseek_r1")
         engine_options = ENGINE | {"structured_outputs_config": reasoning}
-        heads = write_heads(targets["think"], tmp_path_factory.mktemp("think") / "h", NUM_HEADS)
         groups = {"thoughts": Group(requests, processors=True)}
-        made = Suite(targets["think"], heads, engine_options, groups)
+        folder = tmp_path_factory.mktemp("think")
+        made = Suite(targets["think"], folder, engine_options, groups)
         made.record(engine)
         SUITES["think"] = made
     return SUITES["think"]
@@ -175,7 +170,7 @@ def thoughts(
 def test_a_thought_ends_inside_a_block(thoughts: Suite, engine: EngineProcess, mode: str) -> None:
     """The grammar holds from the first token behind the thought, wherever in a block that is."""
     group = thoughts.groups["thoughts"]
-    batch = thoughts.play(engine)["thoughts", mode]
+    batch = thoughts.play(engine, "thoughts", mode)
     for output in batch["outputs"]:
         thought, answer = output["completions"][0]["text"].split("</think>", 1)
         assert re.fullmatch(REGEX + "(<eos>)?", answer), (thought, answer)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from integration_tests.harness.engine_process import EngineProcess
-from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_prompts
-from integration_tests.harness.matrix import MODES, NUM_HEADS, Group, Request, Suite, check_group
+from integration_tests.harness.matrix import MODES, Group, Request, Suite, check_group
 from integration_tests.harness.targets import TARGETS
 
 MAX_TOKENS = 32  # past a sliding window of 24
@@ -28,23 +27,22 @@ SUITES: dict[str, Suite] = {}
 def play(
     engine: EngineProcess, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """Plays a target on this combination, once: its group, and the reply of each mode."""
+    """Plays a target on this combination, once: its group, and the reply of a mode."""
 
-    def play(name: str) -> tuple[Group, dict[str, dict[str, Any]]]:
+    def play(name: str, mode: str) -> tuple[Group, dict[str, Any]]:
         if name not in SUITES:
             sampling = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
             if name in ROUNDED:
                 sampling["logprobs"] = 2
             prompts = make_prompts(PROMPTS_OF, TARGETS[name].vocab, seed=51)
             requests = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-            heads = write_heads(targets[name], tmp_path_factory.mktemp(name) / "heads", NUM_HEADS)
             more = {"dtype": "auto"} if name in ROUNDED else {}
             group = Group(requests, extend=True)
-            suite = Suite(targets[name], heads, ENGINE | more, {name: group})
+            folder = tmp_path_factory.mktemp(name)
+            suite = Suite(targets[name], folder, ENGINE | more, {name: group})
             suite.record(engine)
             SUITES[name] = suite
-        replies = SUITES[name].play(engine)
-        return SUITES[name].groups[name], {mode: replies[name, mode] for mode in MODES}
+        return SUITES[name].groups[name], SUITES[name].play(engine, name, mode)
 
     return play
 
@@ -54,8 +52,7 @@ def play(
 @pytest.mark.parametrize("name", EXACT)
 def test_as_without_speculation(play: Any, name: str, mode: str) -> None:
     """Ids of every request; no id beyond the vocabulary is drafted or comes."""
-    group, replies = play(name)
-    batch = replies[mode]
+    group, batch = play(name, mode)
     check_group(group, batch)
     assert 0 <= batch["highest_draft"] < TARGETS[name].vocab
     assert batch["spec"]["drafted"] > 0
@@ -68,8 +65,7 @@ def test_as_without_speculation(play: Any, name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounding_alone_differs(play: Any, name: str, mode: str) -> None:
     """Up to the first other token, which only comes where the two best are within rounding."""
-    group, replies = play(name)
-    batch = replies[mode]
+    group, batch = play(name, mode)
     same = 0
     for expected, found in zip(group.expected, batch["outputs"], strict=True):
         left, right = expected["completions"][0], found["completions"][0]

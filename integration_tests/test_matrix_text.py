@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from integration_tests.harness.engine_process import EngineProcess
-from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import (
     greedy,
     make_job,
@@ -212,8 +211,8 @@ def text(
             "restrictions": Group(restrictions(pool), processors=True),
             "logprobs": Group(logprobs(pool)),
         }
-        heads = write_heads(targets["text"], tmp_path_factory.mktemp("text") / "heads", NUM_HEADS)
-        made = Suite(targets["text"], heads, dict(ENGINE), groups, free)
+        folder = tmp_path_factory.mktemp("text")
+        made = Suite(targets["text"], folder, dict(ENGINE), groups, free)
         made.record(engine)
         split_off_bonus_ends(groups)
         suite["text"] = made
@@ -269,7 +268,7 @@ def test_as_without_speculation(
     """Ids, text, reasons and logprobs of every request."""
     if (group, mode, engine.combo.runner) == (BONUS_ENDS, "oracle", "V1"):
         request.applymarker(pytest.mark.xfail(reason=BONUS_FAULT, raises=AssertionError))
-    check_group(text.groups[group], text.play(engine)[group, mode])
+    check_group(text.groups[group], text.play(engine, group, mode))
 
 
 @pytest.mark.row("stops")
@@ -283,7 +282,7 @@ def test_the_engine_alone(text: Suite, engine: EngineProcess) -> None:
     reply = run(engine, job | {"drafts": stand_in("stock", text.recordings())})
     outputs = reply["batches"][0]["outputs"]
     assert outputs != group.expected
-    assert outputs == text.play(engine)[BONUS_ENDS, "oracle"]["outputs"]
+    assert outputs == text.play(engine, BONUS_ENDS, "oracle")["outputs"]
 
 
 @pytest.mark.row("sampling parameters")

@@ -1,15 +1,19 @@
-"""Model runner V1 on a CPU: the two places where sampling goes wrong beside any drafter.
+"""Model runner V1 on a CPU: the three places where sampling goes wrong beside any drafter.
 
 vLLM 0.32 and 0.33 spread each request's temperature, `top_k` and `top_p` over its drafts with a
 C++ stand-in for a Triton kernel, which writes into a copy of what it was given: the rows keep
-whatever the memory held. And a step in which no request has a draft fails on `top_k` alone.
+whatever the memory held. A step in which no request has a draft fails on `top_k` alone. And a
+prompt with one token left to read that joins running requests is padded with drafts of id -1: the
+stand-in for the kernel that verifies takes for their probability what lies before the row in
+memory, and may accept one; the answer then begins with a token drawn from the row behind.
 
-Shape suffixes: B requests, N drafts of all of them, V vocabulary.
+Shape suffixes: B requests, N drafts of all of them, K drafts of one at most, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,3 +50,30 @@ def apply_sampling_constraints(
     if logits.shape[0] == 0:
         return logits
     return original(logits, cu_num_draft_tokens, sampling_metadata)
+
+
+def verify(
+    original: Callable[..., Any],
+    sampler: Any,
+    metadata: Any,
+    draft_probs: Tensor | None,
+    logits: Tensor,
+    sampling_metadata: Any,
+) -> Any:
+    """What verification gives, with nothing behind a padding draft.
+
+    Id 0 stands in for -1. Whether it is accepted or another token drawn in its place, that token is
+    the target's; the rows behind it read -1 as a token, so what they gave is dropped.
+    """
+    drafts_N = metadata.draft_token_ids
+    if drafts_N.device.type != "cpu" or not (drafts_N < 0).any():
+        return original(sampler, metadata, draft_probs, logits, sampling_metadata)
+    real = replace(metadata, draft_token_ids=drafts_N.clamp(min=0))
+    output = original(sampler, real, draft_probs, logits, sampling_metadata)
+    start = 0
+    for tokens_K1, count in zip(output.sampled_token_ids, metadata.num_draft_tokens, strict=True):
+        padding = (drafts_N[start : start + count] < 0).nonzero()
+        if len(padding):
+            tokens_K1[int(padding[0]) + 1 :] = -1  # as for what was rejected
+        start += count
+    return output

@@ -116,9 +116,9 @@ RUNNERS = (
     Patch(
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",
-        ATTRIBUTES + "num_draft_tokens",
+        ATTRIBUTES + "num_draft_tokens, draft_token_ids",
         None,
-        "how many rows of this step each request has",
+        "what is verified in this step, and how many rows of it each request has",
     ),
     Patch(
         "vllm.v1.sample.rejection_sampler",
@@ -133,6 +133,13 @@ RUNNERS = (
         "(logits, cu_num_draft_tokens, sampling_metadata)",
         "vllm_bpd.cpu_sampling:apply_sampling_constraints",
         "on a CPU top_k alone fails in a step without drafts",
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.forward",
+        "(self, metadata, draft_probs, logits, sampling_metadata)",
+        "vllm_bpd.cpu_sampling:verify",
+        "on a CPU drafts of id -1, which fill up a step, may be accepted",
     ),
     Patch(
         "vllm.triton_utils.dispatcher",

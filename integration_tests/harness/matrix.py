@@ -1,8 +1,9 @@
 """The correctness matrix: the same requests without speculation and with it, and what must agree.
 
 A group of requests is answered by the target alone once a session, then on every combination by
-random heads (R), by an oracle whose drafts are always right (O) and by one whose every third draft
-is wrong (M): one engine for all groups and modes of a suite.
+random heads (R), by an oracle whose drafts are always right (O), by one whose every third draft
+is wrong (M), and by random heads with a lattice that also drafts from the request's own text (L):
+one engine for all groups of a suite and the first three, and one for L.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, run, stand_in
 from integration_tests.harness.oracle import Recording
 
 NUM_HEADS = 4
 BLOCK = NUM_HEADS + 1
-MODES = ("heads", "oracle", "corrupted")
+PLACES = NUM_HEADS + 3  # of the lattice
+SCRIPTED = ("heads", "oracle", "corrupted")
+LATTICE = "lattice"
+MODES = (*SCRIPTED, LATTICE)
 LOGPROB_TOLERANCE = 1e-3
 
 
@@ -80,14 +85,21 @@ class Group:
 
 @dataclass
 class Suite:
-    """Groups that share an engine, and longer texts than they ask for, to draft from."""
+    """Groups that share engines, and longer texts than they ask for, to draft from."""
 
     target: Path
-    heads: Path
+    folder: Path  # for the heads
     engine: dict[str, Any]
     groups: dict[str, Group]
     free: list[Recording] = field(default_factory=list)
-    replies: dict[str, dict[tuple[str, str], dict[str, Any]]] = field(default_factory=dict)
+    replies: dict[tuple[str, bool], dict[tuple[str, str], dict[str, Any]]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        """Write the heads, without and with a lattice."""
+        self.heads = write_heads(self.target, self.folder / "heads", NUM_HEADS)
+        self.lattice = write_heads(self.target, self.folder / "lattice", NUM_HEADS, places=PLACES)
 
     def record(self, engine: EngineProcess) -> None:
         """Let the target alone answer every group."""
@@ -114,16 +126,28 @@ class Suite:
                 ]
         return found
 
-    def play(self, engine: EngineProcess) -> dict[tuple[str, str], dict[str, Any]]:
-        """Every group in every mode on one combination: (group, mode) to the batch's reply."""
-        if engine.combo.name not in self.replies:
-            keys = [(name, mode) for name, group in self.groups.items() for mode in group.modes]
-            batches = [self.groups[name].batch(mode) for name, mode in keys]
+    def play(self, engine: EngineProcess, group: str, mode: str) -> dict[str, Any]:
+        """The reply to a group drafted for in a mode, on one combination.
+
+        All groups and modes that share its engine are played with it.
+        """
+        with_lattice = mode == LATTICE
+        key = (engine.combo.name, with_lattice)
+        if key not in self.replies:
+            keys = [
+                (name, each)
+                for name, asked in self.groups.items()
+                for each in asked.modes
+                if (each == LATTICE) == with_lattice
+            ]
+            batches = [self.groups[name].batch(each) for name, each in keys]
             job = make_job(self.target, batches, **self.engine)
-            job["llm"]["speculative_config"] = {"method": "bpd", "model": str(self.heads)}
-            reply = run(engine, job | {"drafts": stand_in("plugin", self.recordings())})
-            self.replies[engine.combo.name] = dict(zip(keys, reply["batches"], strict=True))
-        return self.replies[engine.combo.name]
+            heads = self.lattice if with_lattice else self.heads
+            job["llm"]["speculative_config"] = {"method": "bpd", "model": str(heads)}
+            if not with_lattice:
+                job["drafts"] = stand_in("plugin", self.recordings())
+            self.replies[key] = dict(zip(keys, run(engine, job)["batches"], strict=True))
+        return self.replies[key][group, mode]
 
 
 def check_group(group: Group, batch: dict[str, Any]) -> None:

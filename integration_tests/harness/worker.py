@@ -5,10 +5,10 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `llm`: keyword arguments of `vllm.LLM`;
 - `batches`: a list of `{"prompts": [[token id]], "sampling": {SamplingParams arguments}}`, where
   `sampling` may also be a list with one dict for each prompt; `drafts` names what drafts in this
-  batch: `heads` (the default: no stand-in), `oracle` or `corrupted`. In place of those two, a batch
-  may have `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments).
-  `repeat` runs it that many times, and `processors` says that more than the target's logits decides
-  its tokens;
+  batch: `heads` (the default: no stand-in), `lattice` (no stand-in either: heads that have one,
+  under `watch`), `oracle` or `corrupted`. In place of `prompts` and `sampling`, a batch may have
+  `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments). `repeat` runs
+  it that many times, and `processors` says that more than the target's logits decides its tokens;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
@@ -17,8 +17,8 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
 `build_seconds` and `batches`, each with `outputs`, `seconds`, `faults` (what a stand-in found wrong
-in the heads' inputs) and `spec`, the speculative counters of that batch alone. When `ok` is false,
-`error` is the error's last line and `trace` is all of it.
+in the heads' inputs), `lattice` (what a watch counted) and `spec`, the speculative counters of that
+batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +139,27 @@ def plain_logprobs(completion: Any) -> list[dict[str, float]] | None:
 
 def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Run one batch on the engine and describe its outputs and counters."""
-    from integration_tests.harness import stand_ins
+    from integration_tests.harness import stand_ins, watch
 
-    stand_ins.SCRIPT.begin(batch.get("drafts", "heads"), batch.get("processors", False))
+    mode, processors = batch.get("drafts", "heads"), batch.get("processors", False)
+    watched = mode == "lattice"
+    stand_ins.SCRIPT.begin("heads" if watched else mode, processors)
     before = counters(llm)
     started = time.monotonic()
     resident = []
-    for _ in range(batch.get("repeat", 1)):
-        outputs = answer(llm, batch)
-        resident.append(resident_bytes())
+    with watch.watching(llm) if watched else nullcontext() as seen:
+        for _ in range(batch.get("repeat", 1)):
+            outputs = answer(llm, batch)
+            resident.append(resident_bytes())
+    seconds = time.monotonic() - started
+    lattice = seen.report(processors) if seen else {"highest": -1, "faults": []}
     return {
         "outputs": outputs,
-        "seconds": time.monotonic() - started,
+        "seconds": seconds,
         "spec": counted_since(before, counters(llm)),
-        "faults": stand_ins.SCRIPT.faults[:10],
-        "highest_draft": stand_ins.SCRIPT.highest,
+        "faults": stand_ins.SCRIPT.faults[:10] + lattice["faults"],
+        "lattice": lattice,
+        "highest_draft": max(stand_ins.SCRIPT.highest, lattice["highest"]),
         "metrics": driver.gauges(llm),
         "resident": resident,
     }

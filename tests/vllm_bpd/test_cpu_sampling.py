@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from vllm_bpd.cpu_sampling import apply_sampling_constraints, expand_batch_to_tokens
+from vllm_bpd.cpu_sampling import apply_sampling_constraints, expand_batch_to_tokens, verify
 
 
 def never(*_: object) -> Tensor:
@@ -42,3 +45,43 @@ def test_no_drafts_no_constraints() -> None:
     logits = torch.zeros(0, 8)
     assert apply_sampling_constraints(never, logits, torch.tensor([0]), None) is logits
     assert apply_sampling_constraints(lambda *_: logits, torch.zeros(1, 8), logits, None) is logits
+
+
+@dataclass
+class Metadata:
+    draft_token_ids: Tensor
+    num_draft_tokens: list[int]
+
+
+@dataclass
+class Output:
+    sampled_token_ids: Tensor
+
+
+def test_nothing_comes_from_behind_a_padding_draft() -> None:
+    """Two drafts, none, four of padding, and three of which the last is padding; all accepted."""
+    drafts = torch.tensor([5, 6, -1, -1, -1, -1, 7, 8, -1], dtype=torch.int32)
+    given: list[Any] = []
+
+    def original(*arguments: Any) -> Output:
+        given.extend(arguments)
+        return Output(torch.tensor([
+            [5, 6, 9, -1, -1], [9, -1, -1, -1, -1], [0, 0, 0, 0, 9], [7, 8, 0, 9, -1],
+        ]))  # fmt: skip
+
+    metadata = Metadata(drafts, [2, 0, 4, 3])
+    output = verify(original, "sampler", metadata, None, torch.zeros(1), "options")
+    assert given[1].draft_token_ids.tolist() == [5, 6, 0, 0, 0, 0, 7, 8, 0]
+    assert metadata.draft_token_ids is drafts
+    assert output.sampled_token_ids.tolist() == [
+        [5, 6, 9, -1, -1], [9, -1, -1, -1, -1], [0, -1, -1, -1, -1], [7, 8, 0, -1, -1],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "drafts", [torch.tensor([5, 6]), torch.full((2,), -1, device="meta")], ids=["whole", "device"]
+)
+def test_whole_blocks_and_other_devices_are_the_engines_own(drafts: Tensor) -> None:
+    metadata = Metadata(drafts, [2])
+    given = verify(lambda *arguments: arguments, 1, metadata, None, drafts, 2)
+    assert given == (1, metadata, None, drafts, 2)

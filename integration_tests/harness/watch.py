@@ -1,0 +1,230 @@
+"""Inside an engine process: what a lattice drafts, held against each request's true text.
+
+The lattice reads a request's words from the model runner's table. The scheduler keeps each text,
+too, in lists of its own: drafting once more from those, with the candidates that the heads gave,
+must give the same. So a row that is stale, cut short or another request's shows.
+
+Shape suffixes: B requests, K heads, M candidates of a head, P places of the block, F weights, W
+window.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the heads made of one batch, and the tokens that its hidden states stand for."""
+
+    ids_BKM: Any
+    logp_BKM: Any
+    predicted: list[int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One block that was drafted for one request."""
+
+    request: Any  # the scheduler's; its text grows on
+    length: int  # tokens of it that were known
+    resumed: bool  # it was preempted before
+    given: Given
+    row: int  # of `given`
+    sampled: int  # the last token known, as the drafter was told
+    ids: list[int]
+    weights_PF: Any
+    window: int
+    least: float | None  # V1's min_confidence
+
+    def redrafted(self, window: int) -> list[int]:
+        """The block drafted from the last `window` tokens of the scheduler's text."""
+        text = list(self.request.all_token_ids)[: self.length]
+        one = slice(self.row, self.row + 1)
+        if self.least is None:
+            return on_the_device(
+                text, window, self.given.ids_BKM[one], self.given.logp_BKM[one], self.weights_PF
+            )
+        return on_the_host(
+            text, window, self.given.ids_BKM[one], self.given.logp_BKM[one], self.weights_PF,
+            self.least,
+        )  # fmt: skip
+
+
+def on_the_host(
+    text: list[int], window: int, ids_BKM: Any, logp_BKM: Any, weights_PF: Any, least: float
+) -> list[int]:
+    """As model runner V1 drafts."""
+    import numpy as np
+
+    from vllm_bpd.lattice_host import draft_blocks
+
+    ids_BP, counts_B, _ = draft_blocks(
+        np.array([text], np.int32), np.zeros(1, np.int64), np.array([len(text)]),
+        ids_BKM.numpy(), logp_BKM.numpy(), weights_PF.numpy(), window, least,
+    )  # fmt: skip
+    drafted: list[int] = ids_BP[0, : counts_B[0]].tolist()
+    return drafted
+
+
+def on_the_device(
+    text: list[int], window: int, ids_BKM: Any, logp_BKM: Any, weights_PF: Any
+) -> list[int]:
+    """As model runner V2 drafts."""
+    import torch
+
+    from vllm_bpd.lattice import draft_block
+
+    width = max(window, 2)
+    words = text[-window:] if window else []
+    window_BW = torch.tensor([[-1] * (width - len(words)) + words], dtype=torch.int32)
+    drafted: list[int] = draft_block(window_BW, ids_BKM, logp_BKM, weights_PF).ids_BP[0].tolist()
+    return drafted
+
+
+@dataclass
+class Watch:
+    """Every block drafted for the requests of one batch."""
+
+    scheduler: Any
+    drafts: list[Draft] = field(default_factory=list)
+    given: Given | None = None
+    lengths: dict[int, int] = field(default_factory=dict)  # by the identity of the request
+
+    def note(self, request_id: str, tokens: int, **draft: Any) -> None:
+        """A block for a request that has just got `tokens` tokens."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:  # asynchronously, a step is under way when its request ends
+            return
+        length = self.lengths.get(id(request), request.num_prompt_tokens) + tokens
+        self.lengths[id(request)] = length
+        resumed = request.num_preemptions > 0
+        self.drafts.append(Draft(request, length, resumed, self.given, **draft))
+
+    def report(self, processors: bool) -> dict[str, Any]:
+        """How many blocks there were, how many the text made different, and what was wrong.
+
+        With `processors` the hidden state alone does not tell which token was sampled.
+        """
+        found = {"drafts": 0, "moved": 0, "moved_resumed": 0, "highest": -1}
+        faults = []
+        for draft in self.drafts:
+            text = draft.request.all_token_ids
+            if draft.length > len(text):  # it ended inside its last block: nothing is verified
+                continue
+            found["drafts"] += 1
+            found["highest"] = max([found["highest"], *draft.ids])
+            moved = draft.ids != draft.redrafted(0)
+            found["moved"] += moved
+            found["moved_resumed"] += moved and draft.resumed
+            where = f"request {draft.request.request_id} at token {draft.length}"
+            expected = draft.redrafted(draft.window)
+            if draft.ids != expected:
+                faults.append(f"{where}: drafted {draft.ids}, its text gives {expected}")
+            predicted = draft.given.predicted[draft.row]
+            last = text[draft.length - 1]
+            if draft.sampled != last or (predicted != last and not processors):
+                faults.append(
+                    f"{where}: the last one is {last}, the heads were told {draft.sampled}, and "
+                    f"their hidden state gives {predicted}"
+                )
+        return {**found, "faults": faults[:10]}
+
+
+@contextmanager
+def watching(llm: Any) -> Iterator[Watch]:
+    """Note what is drafted until the end, by whichever model runner the engine has."""
+    from vllm_bpd.model import BlockwiseHeadsModel
+    from vllm_bpd.proposer import BpdProposer
+
+    watch = Watch(llm.llm_engine.engine_core.engine_core.scheduler)
+    wrappers: list[tuple[Any, str, Any]] = [
+        (BlockwiseHeadsModel, "candidates", noting_candidates),
+        (BpdProposer, "propose", noting_v1),
+    ]
+    if llm.llm_engine.vllm_config.use_v2_model_runner:
+        from vllm_bpd.speculator import BpdSpeculator
+
+        wrappers.append((BpdSpeculator, "propose", noting_v2))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wrappers]
+    for owner, name, wrap in wrappers:
+        setattr(owner, name, wrap(getattr(owner, name), watch))
+    try:
+        yield watch
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def noting_candidates(candidates: Any, watch: Watch) -> Any:
+    """`BlockwiseHeadsModel.candidates`, noting what it gives."""
+
+    def wrapped(self: Any, hidden_BD: Any, sampled_B: Any) -> Any:
+        ids_BKM, logp_BKM = candidates(self, hidden_BD, sampled_B)
+        predicted = self.projection.top_tokens(hidden_BD).tolist()
+        watch.given = Given(ids_BKM.clone(), logp_BKM.clone(), predicted)
+        return ids_BKM, logp_BKM
+
+    return wrapped
+
+
+def noting_v1(propose: Any, watch: Watch) -> Any:
+    """`BpdProposer.propose`, noting its blocks."""
+
+    def wrapped(
+        self: Any, sampled: Any, states: Any, before: Any, num_drafts: int, texts: Any
+    ) -> Any:
+        watch.given = None
+        drafts = propose(self, sampled, states, before, num_drafts, texts)
+        if watch.given is None:
+            return drafts
+        speculative = self.vllm_config.speculative_config
+        places = [place for place, tokens in enumerate(sampled) if tokens]
+        for row, place in enumerate(places):
+            watch.note(
+                texts.request_ids[place],
+                len(sampled[place]),
+                row=row,
+                sampled=sampled[place][-1],
+                ids=drafts[place],
+                weights_PF=self.model.lattice_weights_PF[:num_drafts],
+                window=speculative.context_window if speculative.context_lookup else 0,
+                least=speculative.min_confidence,
+            )
+        return drafts
+
+    return wrapped
+
+
+def noting_v2(propose: Any, watch: Watch) -> Any:
+    """`BpdSpeculator.propose`, noting its blocks; rows that sampled nothing have none."""
+    signature = inspect.signature(propose)
+
+    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+        watch.given = None
+        drafts = propose(self, *args, **named)
+        asked = signature.bind(self, *args, **named).arguments
+        if watch.given is None or asked.get("dummy_run"):
+            return drafts
+        batch, speculative = asked["input_batch"], self.speculative_config
+        last = asked["last_sampled"].view(-1)[batch.idx_mapping[: batch.num_reqs].long()].tolist()
+        counts = asked["num_sampled"][: batch.num_reqs].tolist()
+        for row, tokens in enumerate(counts):
+            if tokens:
+                watch.note(
+                    batch.req_ids[row],
+                    tokens,
+                    row=row,
+                    sampled=last[row],
+                    ids=drafts[row].tolist(),
+                    weights_PF=self.lattice_weights_PF,
+                    window=len(self.window_W) if speculative.context_lookup else 0,
+                    least=None,
+                )
+        return drafts
+
+    return wrapped
