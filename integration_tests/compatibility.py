@@ -26,7 +26,8 @@ ROWS = {
     "refused by the engine",
     "logprobs": "`logprobs`, `prompt_logprobs`: the target's, right rows",
     "sampling": "temperature, `top_p`, `top_k`: the distribution kept; seeds, `n`, beam search",
-    "structure": "JSON schema, regex, grammar, choice, thirty at once; a thought's end in a block",
+    "structure": "JSON schema, regex, grammar, choice, tool calls, thirty at once; a thought's end "
+    "in a block",
     "LoRA": "two adapters and the base in one batch",
     "targets": "Llama, Qwen, Mistral and Gemma kinds, tied and not, odd vocabularies, sliding "
     "windows, int8",

@@ -1,4 +1,4 @@
-"""Row structure: schemas, regexes and grammars, thirty at once; a thought that ends in a block."""
+"""Row structure: schemas, regexes, grammars and tool calls, thirty at once; a thought's end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.jobs import greedy, make_job, make_prompts, record, run
 from integration_tests.harness.matrix import (
     BLOCK,
+    LATTICE,
     MODES,
     Group,
     Request,
@@ -25,7 +26,7 @@ from integration_tests.harness.tokenizer import EOS, THINK_END, vocabulary
 
 MAX_TOKENS = 40
 ENGINE: dict[str, Any] = {
-    "max_model_len": 96,
+    "max_model_len": 192,
     "max_num_seqs": 32,
     "max_num_batched_tokens": 512,
     "skip_tokenizer_init": False,
@@ -44,6 +45,22 @@ name ::= "tree" | "on" | "sand"
 args ::= number ("," number){0,2}
 number ::= [1-9] [0-9]{0,2}
 """
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "in", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {
+            "name": "on",
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"enum": [1, 2, 12]}},
+                "required": ["at"],
+                "additionalProperties": False,
+            },
+        },
+    },
+]
+NAMED = {"type": "function", "function": {"name": "on"}}
 CHOICE = ["the end", "the start", "zq", "never"]
 CALL = re.compile(r"call (tree|on|sand)\([1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){0,2}\)")
 
@@ -58,12 +75,30 @@ def follows_schema(text: str) -> bool:
     )
 
 
+def are_arguments(text: str) -> bool:
+    """Whether the text is what the tool `on` may be called with."""
+    value = json.loads(text)
+    return list(value) == ["at"] and value["at"] in (1, 2, 12)
+
+
+def are_calls(text: str) -> bool:
+    """Whether the text is calls of the tools, at least one, with their arguments."""
+    follows = {"in": follows_schema, "on": are_arguments}
+    calls = json.loads(text)
+    return bool(calls) and all(
+        list(call) == ["name", "parameters"]
+        and follows[call["name"]](json.dumps(call["parameters"]))
+        for call in calls
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of structure: what is asked for, and whether a text is of it."""
 
     asked: dict[str, Any]
     holds: Callable[[str], Any]
+    max_tokens: int = MAX_TOKENS
 
 
 KINDS = {
@@ -71,6 +106,8 @@ KINDS = {
     "regex": Kind({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "grammar": Kind({"grammar": GRAMMAR}, CALL.fullmatch),
     "choice": Kind({"choice": CHOICE}, CHOICE.__contains__),
+    "tool": Kind({"tools": TOOLS, "tool_choice": NAMED}, are_arguments),
+    "tools": Kind({"tools": TOOLS, "tool_choice": "required"}, are_calls, max_tokens=160),
 }
 # Thirty at once, and two without any structure among them.
 ORDER = [list(KINDS)[row % len(KINDS)] for row in range(30)]
@@ -83,7 +120,11 @@ def structured(prompts: list[list[int]], **sampling: Any) -> list[Request]:
         Request(
             f"{row} {kind}",
             prompt,
-            {**sampling, "max_tokens": MAX_TOKENS, "structured_outputs": KINDS[kind].asked},
+            {
+                **sampling,
+                "max_tokens": KINDS[kind].max_tokens,
+                "structured_outputs": KINDS[kind].asked,
+            },
         )
         for row, (kind, prompt) in enumerate(zip(ORDER, prompts, strict=False))
     ]
@@ -103,7 +144,7 @@ def suite(
             request.sampling["seed"] = seed
         groups = {
             "greedy": Group(structured(prompts[:32], temperature=0), processors=True),
-            "sampled": Group(sampled, modes=("heads",)),
+            "sampled": Group(sampled, processors=True, modes=("heads", LATTICE)),
         }
         made = Suite(targets["text"], tmp_path_factory.mktemp("structure"), ENGINE, groups)
         made.record(engine)
@@ -131,9 +172,12 @@ def test_structured_as_without_speculation(suite: Suite, engine: EngineProcess, 
 
 
 @pytest.mark.row("structure")
-def test_sampled_structure_is_valid(suite: Suite, engine: EngineProcess) -> None:
+@pytest.mark.parametrize("mode", ["heads", LATTICE])
+def test_sampled_structure_is_valid(suite: Suite, engine: EngineProcess, mode: str) -> None:
     """Drawn at random, the answers are still of their kinds."""
-    check_valid(suite.groups["sampled"], suite.play(engine, "sampled", "heads"))
+    batch = suite.play(engine, "sampled", mode)
+    check_valid(suite.groups["sampled"], batch)
+    assert batch["faults"] == []
 
 
 @pytest.fixture

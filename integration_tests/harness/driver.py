@@ -1,8 +1,9 @@
 """Inside an engine process: requests one by one, each with its own options, and all they give.
 
 A request is a dict: `prompt` (token ids), `sampling` (SamplingParams arguments, where
-`structured_outputs` is a dict), and optionally `lora` (a name and folder), and `abort_after`: it is
-dropped by its client once that many tokens have come.
+`structured_outputs` is a dict, which may have `tools` and `tool_choice` as the OpenAI API has
+them), and optionally `lora` (a name and folder), and `abort_after`: it is dropped by its client
+once that many tokens have come.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
         arguments = {**arguments, "logit_bias": biases}
     structure = arguments.get("structured_outputs")
     if structure is not None:
+        if "tools" in structure:
+            structure = {"json": tool_schema(**structure)}
         arguments = {**arguments, "structured_outputs": StructuredOutputsParams(**structure)}
     return SamplingParams(**arguments)
+
+
+def tool_schema(tools: list[dict[str, Any]], tool_choice: Any) -> Any:
+    """The schema that the server makes of a request's tools."""
+    from vllm.entrypoints.openai.chat_completion import protocol
+    from vllm.tool_parsers.utils import get_json_schema_from_tools
+
+    if not isinstance(tool_choice, str):
+        tool_choice = protocol.ChatCompletionNamedToolChoiceParam(**tool_choice)
+    made = [protocol.ChatCompletionToolsParam(**tool) for tool in tools]
+    return get_json_schema_from_tools(tool_choice=tool_choice, tools=made)
 
 
 def plain_rows(rows: Any) -> list[dict[str, Any] | None] | None:
