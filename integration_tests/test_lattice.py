@@ -46,16 +46,22 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_heads(target, folder, NUM_HEADS, places=PLACES, draft_vocab_size=VOCAB // 2)
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, case: str) -> None:
-    """The target's own ids; the host's lattice and the device's accept the same drafts."""
+def ids_alone(engine: EngineProcess, target: Path) -> Any:
+    """What the target alone answers, recorded by the first engine that needs it."""
     if "ids" not in FIRST:
         reply = run(engine, make_job(target, [greedy(PROMPTS, MAX_TOKENS)], **ENGINE))
         FIRST["ids"] = token_ids(reply["batches"][0])
+    return FIRST["ids"]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, case: str) -> None:
+    """The target's own ids; the host's lattice and the device's accept the same drafts."""
+    alone = ids_alone(engine, target)
     config = {"method": "bpd", "model": str(heads), **CASES[case]}
     job = make_job(target, [greedy(PROMPTS, MAX_TOKENS)], speculative_config=config, **ENGINE)
     batch = run(engine, job)["batches"][0]
-    assert token_ids(batch) == FIRST["ids"]
+    assert token_ids(batch) == alone
     counts = batch["spec"]
     most = NUM_HEADS if case == "heads alone" else PLACES
     assert len(counts["per_position"]) == most
@@ -65,6 +71,48 @@ def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, ca
     assert counts["per_position"] == accepted
     if case == "whole text":
         assert accepted[-1] > 0, "the text behind the last head was never right"
+
+
+@pytest.mark.full
+@pytest.mark.row("drafts fewer than heads")
+@pytest.mark.parametrize("mode", ["lattice"])
+def test_a_dynamic_schedule(engine: EngineProcess, target: Path, heads: Path, mode: str) -> None:
+    """Fewer drafts while many run: each block is still what the request's own text gives."""
+    few = 3
+    lengths = [30 if row < few else 12 for row in range(len(PROMPTS))]
+    batch = greedy(PROMPTS, 0, mode)
+    batch["sampling"] = [batch["sampling"] | {"max_tokens": length} for length in lengths]
+    config = {
+        "method": "bpd",
+        "model": str(heads),
+        "min_confidence": 0.0,
+        "num_speculative_tokens_per_batch_size": [[1, few, PLACES], [few + 1, 8, 2]],
+    }
+    job = make_job(target, [batch], speculative_config=config, **ENGINE)
+    found = run(engine, job)["batches"][0]
+    alone = ids_alone(engine, target)
+    assert token_ids(found) == [ids[:n] for ids, n in zip(alone, lengths, strict=True)]
+    assert found["faults"] == []
+    assert found["lattice"]["moved"] > 0
+    assert 2 * found["spec"]["drafts"] < found["spec"]["drafted"] < PLACES * found["spec"]["drafts"]
+
+
+@pytest.mark.full
+@pytest.mark.row("runners")
+@pytest.mark.parametrize("mode", ["lattice"])
+def test_asynchronous_steps(engine: EngineProcess, target: Path, heads: Path, mode: str) -> None:
+    """On and off: the same ids, counters and blocks (V2)."""
+    if engine.combo.runner != "V2":
+        pytest.skip("bpd drafts after V1's bookkeeping, which asynchronous scheduling goes without")
+    config = {"method": "bpd", "model": str(heads)}
+    job = make_job(target, [greedy(PROMPTS, 30, mode)], speculative_config=config, **ENGINE)
+    on, off = (run(engine, job | {"async_scheduling": choice}) for choice in (True, False))
+    assert (on["async_scheduling"], off["async_scheduling"]) == (True, False)
+    for found in (on["batches"][0], off["batches"][0]):
+        assert token_ids(found) == [ids[:30] for ids in ids_alone(engine, target)]
+        assert found["faults"] == []
+        assert found["lattice"]["moved"] > 0
+    assert on["batches"][0]["spec"] == off["batches"][0]["spec"]
 
 
 def test_dummy_weights_draft_as_many(engine: EngineProcess, target: Path, heads: Path) -> None:
