@@ -17,7 +17,7 @@ from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, make_prompts, run
-from integration_tests.harness.matrix import NUM_HEADS, SCRIPTED
+from integration_tests.harness.matrix import LATTICE, NUM_HEADS, PLACES, SCRIPTED
 from integration_tests.harness.stand_ins import STOCK_V1
 from integration_tests.harness.statistics import (
     bigram_logits,
@@ -101,6 +101,25 @@ def test_distribution(
         assert batch["faults"] == []
     counts = count_pairs(everything, VOCAB)
     assert sum(map(sum, counts)) >= SAMPLES
+    assert chi_square(counts, expected) < FARTHEST
+
+
+@pytest.mark.row("sampling")
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [LATTICE])
+def test_distribution_with_a_lattice(
+    engine: EngineProcess, targets: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    """Blocks of uneven lengths, drafted from what the answers themselves have said so far."""
+    heads = write_heads(targets["bigram"], tmp_path / "heads", NUM_HEADS, places=PLACES)
+    setting = SETTINGS["top_k and top_p"]
+    asked = sampled_batch(setting, "heads", SAMPLES // (1 if engine.combo.runner == "V1" else 3))
+    made = make_job(targets["bigram"], [asked], **ENGINE)
+    made["llm"]["speculative_config"] = {"method": "bpd", "model": str(heads)}
+    [batch] = run(engine, made)["batches"]
+    assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"]
+    counts = count_pairs(texts(asked | batch), VOCAB)
+    expected = distribution(bigram_logits(targets["bigram"]), setting).tolist()
     assert chi_square(counts, expected) < FARTHEST
 
 
