@@ -17,7 +17,7 @@ from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import greedy, make_job, make_prompts, record, run, stand_in
 from integration_tests.harness.jobs import token_ids as ids_of
-from integration_tests.harness.oracle import Recording, Walk, hand_count
+from integration_tests.harness.oracle import Recording, Walk, count_blocks, hand_count
 from integration_tests.harness.stand_ins import CORRUPT_EVERY
 
 MAX_MODEL_LEN = 160
@@ -119,13 +119,16 @@ def test_ids_and_counters(
     llama: list[Recording],
 ) -> None:
     """Sixteen uneven prompts to the context's end: every mode, everything counted."""
-    batches = [greedy(PROMPTS, MAX_TOKENS, mode) for mode in MODES]
+    batches = [greedy(PROMPTS, MAX_TOKENS, mode) | {"blocks": True} for mode in MODES]
     config = speculating(heads["llama"], NUM_HEADS)
     job = make_job(targets["llama"], batches, speculative_config=config, **ENGINE)
     reply = run(engine, job | {"drafts": stand_in("plugin", llama)})
-    check_ids(reply["batches"][0], llama, MAX_TOKENS)
-    check_random(reply["batches"][0], NUM_HEADS)
-    check_scripted(reply, llama, Walk(NUM_HEADS, MAX_TOKENS, MAX_MODEL_LEN))
+    random = reply["batches"][0]
+    check_ids(random, llama, MAX_TOKENS)
+    check_random(random, NUM_HEADS)
+    walk = Walk(NUM_HEADS, MAX_TOKENS, MAX_MODEL_LEN)
+    assert random["spec"] == count_blocks(random["blocks"], llama, walk).as_reported()
+    check_scripted(reply, llama, walk)
 
 
 @pytest.mark.row("batching")

@@ -18,7 +18,13 @@ from integration_tests.harness.jobs import (
     stand_in,
     token_ids,
 )
-from integration_tests.harness.oracle import Recording, Walk, continuation, hand_count
+from integration_tests.harness.oracle import (
+    Recording,
+    Walk,
+    continuation,
+    count_blocks,
+    hand_count,
+)
 from integration_tests.harness.stand_ins import CORRUPT_EVERY, STOCK_V1, STOCK_V2
 
 MAX_MODEL_LEN = 96
@@ -102,3 +108,18 @@ def test_hand_count_of_one_request() -> None:
     # Room for 13 tokens in all: 5 + 1 known, then drafts of 3 and 2.
     counts = hand_count([recording], Walk(3, max_tokens=10, max_model_len=13))
     assert (counts.drafts, counts.drafted, counts.accepted) == (2, 5, 5)
+
+
+def test_a_count_of_drafted_blocks() -> None:
+    """Two right of three, none right, cut at the limit, none of a prompt or of a finished one."""
+    recordings = [Recording([7, 7], [1, 2, 3, 4, 5, 6])]
+    blocks = [
+        ([7], [7, 1, 2]),
+        ([7, 7, 1], [2, 3, 9]),
+        ([7, 7, 1, 2, 3, 4], [9, 6, 5]),  # room for one
+        ([7, 7, 1, 2, 3, 4, 5], [6, 6, 6]),
+        ([8], [1, 1, 1]),
+    ]
+    counts = count_blocks(blocks, recordings, Walk(3, max_tokens=5, max_model_len=8))
+    assert (counts.drafts, counts.drafted, counts.accepted) == (2, 4, 2)
+    assert counts.per_position == [1, 1, 0]

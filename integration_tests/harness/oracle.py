@@ -162,6 +162,32 @@ def hand_count(recordings: Sequence[Recording], walk: Walk) -> Counts:
     return counts
 
 
+def count_blocks(
+    blocks: Sequence[tuple[Sequence[int], Sequence[int]]],
+    recordings: Sequence[Recording],
+    walk: Walk,
+) -> Counts:
+    """The engine's counters for blocks that heads drafted, each behind a request's tokens so far.
+
+    A block counts as far as there is room, if its request goes on; its first tokens that the
+    recording says, too, are accepted.
+    """
+    counts = Counts(walk.num_speculative_tokens)
+    for prefix, drafts in blocks:
+        recording = find_recording(prefix, recordings)
+        done = 0 if recording is None else len(prefix) - len(recording.prompt)
+        room = draft_room(len(prefix), len(drafts), walk.max_model_len)
+        # Below one: part of a prompt, for which a runner may draft what nobody reads.
+        if recording is None or done < 1 or done >= walk.max_tokens or room < 1:
+            continue
+        said = recording.answer[done : done + room]
+        if len(said) < room:
+            raise ValueError("the recording is too short to tell which drafts are right")
+        pairs = enumerate(zip(drafts, said, strict=False))
+        counts.verify(room, next((place for place, (a, b) in pairs if a != b), room))
+    return counts
+
+
 def walk_request(counts: Counts, recording: Recording, walk: Walk) -> None:
     """Walk one request step by step, adding each verified draft to `counts`."""
     prompt = len(recording.prompt)

@@ -47,6 +47,8 @@ class Script:
         self.faults: list[str] = []
         self.processors = False
         self.highest = -1  # of all ids that heads have drafted in this batch
+        # What the heads themselves have drafted in it: a request's tokens so far, and the drafts.
+        self.blocks: list[tuple[list[int], list[int]]] = []
         self.successors: list[list[int]] = []  # of each token: the likeliest, and the least likely
 
     def begin(self, mode: str, processors: bool = False) -> None:
@@ -59,6 +61,7 @@ class Script:
             raise ValueError(f"drafts: found {mode!r}")
         self.mode = mode
         self.highest = -1
+        self.blocks = []
         self.processors = processors
         self.faults = []
 
@@ -258,6 +261,7 @@ def scripted_forward(forward: Any) -> Any:
             drafted_BK = forward(self, hidden_BD, sampled_B)
             if SCRIPT.runner is not None:
                 SCRIPT.highest = max(SCRIPT.highest, int(drafted_BK.max()))
+                SCRIPT.blocks += zip(SCRIPT.rows, drafted_BK.tolist(), strict=True)
             return drafted_BK
         predicted = self.projection.top_tokens(hidden_BD).tolist()
         inputs = list(zip(SCRIPT.rows, predicted, sampled_B.tolist(), strict=True))

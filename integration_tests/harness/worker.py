@@ -8,7 +8,8 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
   batch: `heads` (the default: no stand-in), `lattice` (no stand-in either: heads that have one,
   under `watch`), `oracle` or `corrupted`. In place of `prompts` and `sampling`, a batch may have
   `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments). `repeat` runs
-  it that many times, and `processors` says that more than the target's logits decides its tokens;
+  it that many times, `blocks` asks for every block that the heads drafted, and `processors` says
+  that more than the target's logits decides its tokens;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
@@ -17,7 +18,8 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
 `build_seconds` and `batches`, each with `outputs`, `seconds`, `faults` (what a stand-in found wrong
-in the heads' inputs), `lattice` (what a watch counted) and `spec`, the speculative counters of that
+in the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin` stand-in: each
+request's tokens so far, and what heads drafted) and `spec`, the speculative counters of that
 batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
 """
 
@@ -159,6 +161,7 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
         "spec": counted_since(before, counters(llm)),
         "faults": stand_ins.SCRIPT.faults[:10] + lattice["faults"],
         "lattice": lattice,
+        "blocks": stand_ins.SCRIPT.blocks if batch.get("blocks") else [],
         "highest_draft": max(stand_ins.SCRIPT.highest, lattice["highest"]),
         "metrics": driver.gauges(llm),
         "resident": resident,
