@@ -183,7 +183,7 @@ def test_the_first_token_beside_running_requests(
     the last token much probability.
     """
     setting = SETTINGS["top_k"]
-    requests = [
+    requests: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "sampling": {**setting, "ignore_eos": True, "seed": seed, "max_tokens": 2 + seed % 7},

@@ -92,7 +92,7 @@ class Watch:
 
     scheduler: Any
     drafts: list[Draft] = field(default_factory=list)
-    given: Given | None = None
+    given: list[Given] = field(default_factory=list)  # in this step: one, or none
     lengths: dict[int, int] = field(default_factory=dict)  # by the identity of the request
 
     def note(self, request_id: str, tokens: int, **draft: Any) -> None:
@@ -103,7 +103,7 @@ class Watch:
         length = self.lengths.get(id(request), request.num_prompt_tokens) + tokens
         self.lengths[id(request)] = length
         resumed = request.num_preemptions > 0
-        self.drafts.append(Draft(request, length, resumed, self.given, **draft))
+        self.drafts.append(Draft(request, length, resumed, self.given[-1], **draft))
 
     def report(self, processors: bool) -> dict[str, Any]:
         """How many blocks there were, how many the text made different, and what was wrong.
@@ -166,7 +166,7 @@ def noting_candidates(candidates: Any, watch: Watch) -> Any:
     def wrapped(self: Any, hidden_BD: Any, sampled_B: Any) -> Any:
         ids_BKM, logp_BKM = candidates(self, hidden_BD, sampled_B)
         predicted = self.projection.top_tokens(hidden_BD).tolist()
-        watch.given = Given(ids_BKM.clone(), logp_BKM.clone(), predicted)
+        watch.given.append(Given(ids_BKM.clone(), logp_BKM.clone(), predicted))
         return ids_BKM, logp_BKM
 
     return wrapped
@@ -178,9 +178,9 @@ def noting_v1(propose: Any, watch: Watch) -> Any:
     def wrapped(
         self: Any, sampled: Any, states: Any, before: Any, num_drafts: int, texts: Any
     ) -> Any:
-        watch.given = None
+        watch.given.clear()
         drafts = propose(self, sampled, states, before, num_drafts, texts)
-        if watch.given is None:
+        if not watch.given:
             return drafts
         speculative = self.vllm_config.speculative_config
         places = [place for place, tokens in enumerate(sampled) if tokens]
@@ -205,10 +205,10 @@ def noting_v2(propose: Any, watch: Watch) -> Any:
     signature = inspect.signature(propose)
 
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        watch.given = None
+        watch.given.clear()
         drafts = propose(self, *args, **named)
         asked = signature.bind(self, *args, **named).arguments
-        if watch.given is None or asked.get("dummy_run"):
+        if not watch.given or asked.get("dummy_run"):
             return drafts
         batch, speculative = asked["input_batch"], self.speculative_config
         last = asked["last_sampled"].view(-1)[batch.idx_mapping[: batch.num_reqs].long()].tolist()

@@ -154,7 +154,9 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
             outputs = answer(llm, batch)
             resident.append(resident_bytes())
     seconds = time.monotonic() - started
-    lattice = seen.report(processors) if seen else {"highest": -1, "faults": []}
+    lattice: dict[str, Any] = {"highest": -1, "faults": []}
+    if seen:
+        lattice = seen.report(processors)
     return {
         "outputs": outputs,
         "seconds": seconds,
