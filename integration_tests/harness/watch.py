@@ -4,8 +4,8 @@ The lattice reads a request's words from the model runner's table. The scheduler
 too, in lists of its own: drafting once more from those, with the candidates that the heads gave,
 must give the same. So a row that is stale, cut short or another request's shows.
 
-Shape suffixes: B requests, K heads, M candidates of a head, P places of the block, F weights, W
-window.
+Shape suffixes: B requests, D hidden size, V vocabulary, K heads, M candidates of a head, P places
+of the block, F weights, W window.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ def noting_candidates(candidates: Any, watch: Watch) -> Any:
 
     def wrapped(self: Any, hidden_BD: Any, sampled_B: Any) -> Any:
         ids_BKM, logp_BKM = candidates(self, hidden_BD, sampled_B)
-        predicted = self.projection.top_tokens(hidden_BD).tolist()
+        head = self.projection.lm_head  # of all ids, where the heads score few
+        logits_BV = head.quant_method.apply(head, hidden_BD, bias=getattr(head, "bias", None))
+        predicted = logits_BV[:, : head.org_vocab_size].argmax(-1).tolist()
         watch.given.append(Given(ids_BKM.clone(), logp_BKM.clone(), predicted))
         return ids_BKM, logp_BKM
 
