@@ -10,6 +10,8 @@ ON_CPU := scripts/cpu_env.sh
 .DEFAULT_GOAL := help
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
 MATRIX := -m "row or full" -p integration_tests.harness.verdicts
+# A process a core, and no more than memory allows: each may hold an engine.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 .PHONY: help setup demo test test-matrix test-distributed soak serve bench acceptance limit tune lint \
 	clean
@@ -24,7 +26,8 @@ demo: setup ## serve SmolLM2 with and without heads, side by side; ARGS="--dtype
 	@$(ON_CPU) $(VENV_PYTHON) -m vllm_bpd.demo $(ARGS)
 
 test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
-	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests -m "not full and not distributed" $(ARGS)
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests -m "not full and not distributed" \
+		$(PARALLEL) $(ARGS)
 
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
