@@ -9,11 +9,15 @@ import pytest
 
 from integration_tests.harness.combos import COMBOS, Combo
 from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.matrix import LATTICE
 from integration_tests.harness.releases import ReleaseError
 from integration_tests.harness.targets import TARGETS, write_target
 
 OLDEST = "0.29"
 NEWEST_V2 = Combo("0.33", "V2")
+# A lattice needs an engine of its own; `make test` starts it where texts are cut and come again.
+_LATTICE_IN_TEST = {"test_matrix_text.py", "test_matrix_scheduling.py"}
+_ROWS_WITHOUT = {"abort", "LoRA"}
 _ON_ONE_RELEASE = {"test_lattice.py", "test_training_data.py"}
 
 
@@ -46,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     one whole test tells whether it differs, on V1; of interpreted V2, which is slow, on the newest.
     """
     for item in items:
-        combo = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        combo = params.get("engine")
         if combo is None:
             continue
         matrix = item.path.name.startswith("test_matrix_") and combo != COMBOS[0]
@@ -54,5 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = item.name.startswith("test_ids_and_counters")
         slow = item.path.name == "test_exactness.py" and combo == NEWEST_V2 and not whole
         oldest = combo.release == OLDEST and not (whole and combo.runner == "V1")
-        if matrix or ours or slow or oldest:
+        lattice = params.get("mode") == LATTICE and (
+            item.path.name not in _LATTICE_IN_TEST or params.get("row") in _ROWS_WITHOUT
+        )
+        if matrix or ours or slow or oldest or lattice:
             item.add_marker("full")
