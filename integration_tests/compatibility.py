@@ -44,8 +44,11 @@ LETTERS = {"heads": "R", "oracle": "O", "corrupted": "M", "lattice": "L"}
 
 
 def load(paths: list[Path]) -> list[dict[str, Any]]:
-    """All verdicts; those without a combination count for both runners of their release."""
-    found = []
+    """All verdicts; those without a combination count for both runners of their release.
+
+    Of a test that was run again the later file's verdict counts.
+    """
+    found = {}
     for path in paths:
         written = json.loads(path.read_text(encoding="utf-8"))
         release = ".".join(written["vllm"].split(".")[:2])
@@ -54,8 +57,10 @@ def load(paths: list[Path]) -> list[dict[str, Any]]:
             if verdict["combo"] is None:
                 combos = [combo.name for combo in COMBOS if combo.release == release]
             on_an_engine = verdict["combo"] is not None
-            found += [{**verdict, "combo": combo, "on_an_engine": on_an_engine} for combo in combos]
-    return found
+            for combo in combos:
+                more = {"combo": combo, "on_an_engine": on_an_engine}
+                found[verdict["row"], combo, verdict["test"]] = {**verdict, **more}
+    return list(found.values())
 
 
 def cell(verdicts: list[dict[str, Any]], notes: list[str]) -> str:
