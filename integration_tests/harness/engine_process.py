@@ -48,6 +48,10 @@ def engine_environment(combo: Combo) -> dict[str, str]:
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
     )
+    # vLLM remembers what it learned of a model class in one file, whichever release it is: taking
+    # turns, they would learn it anew at every start, for ten seconds.
+    own = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+    environment["VLLM_CACHE_ROOT"] = f"{own}-{combo.release}"
     if combo.runner == "V2":
         environment["TRITON_INTERPRET"] = "1"
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
