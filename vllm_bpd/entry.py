@@ -124,27 +124,34 @@ def async_methods(original: Any) -> Any:
 def check_vllm_config(original: Callable[[Any], None], vllm_config: Any) -> None:
     """V2 keeps async scheduling; V1 drafts after its bookkeeping, so it cannot have it.
 
-    Nor can V1 have pipeline stages: drafts reach its scheduler before the token that they follow,
-    so it plans them too early. `ngram` fails there alike.
+    Pipeline stages need it: without, drafts reach the scheduler before the token that they follow,
+    and it plans them too early. `ngram` fails there alike.
     """
-    if getattr(vllm_config.speculative_config, "method", None) == METHOD:
-        scheduler = vllm_config.scheduler_config
-        if not vllm_config.use_v2_model_runner:
-            if scheduler.async_scheduling:
-                raise HeadsError(
-                    "async_scheduling: found True; bpd on model runner V1 drafts after the "
-                    "sampled tokens are known; leave it out, or use model runner V2 "
-                    "(VLLM_USE_V2_MODEL_RUNNER=1)"
-                )
-            stages = vllm_config.parallel_config.pipeline_parallel_size
-            if stages > 1:
-                raise HeadsError(
-                    f"pipeline_parallel_size: found {stages}; bpd on model runner V1 serves one "
-                    "stage; use tensor parallelism, or model runner V2 "
-                    "(VLLM_USE_V2_MODEL_RUNNER=1)"
-                )
-            scheduler.async_scheduling = False
+    if getattr(vllm_config.speculative_config, "method", None) != METHOD:
+        original(vllm_config)
+        return
+    scheduler = vllm_config.scheduler_config
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if not vllm_config.use_v2_model_runner:
+        if scheduler.async_scheduling:
+            raise HeadsError(
+                "async_scheduling: found True; bpd on model runner V1 drafts after the "
+                "sampled tokens are known; leave it out, or use model runner V2 "
+                "(VLLM_USE_V2_MODEL_RUNNER=1)"
+            )
+        if stages > 1:
+            raise HeadsError(
+                f"pipeline_parallel_size: found {stages}; bpd on model runner V1 serves one "
+                "stage; use tensor parallelism, or model runner V2 "
+                "(VLLM_USE_V2_MODEL_RUNNER=1)"
+            )
+        scheduler.async_scheduling = False
     original(vllm_config)
+    if stages > 1 and not scheduler.async_scheduling:
+        raise HeadsError(
+            f"pipeline_parallel_size: found {stages} without async scheduling; bpd serves several "
+            "stages with it alone; leave async_scheduling out, or use tensor parallelism"
+        )
 
 
 def keep_dynamic_schedule(original: Callable[[Any], None], vllm_config: Any) -> None:

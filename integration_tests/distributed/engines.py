@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ def main() -> None:
         import ray
 
         ray.init(**request["ray"])
+        # The engine's own process would start another Ray, without the GPUs.
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     for name, arguments in request["cases"].items():
         started = time.monotonic()
         try:

@@ -352,6 +352,17 @@ def test_v2_takes_async_scheduling(engine: Make, v2: None) -> None:
     assert "bpd" in get_args(vllm.config.vllm.EagleModelTypes)
 
 
+def test_v2_refuses_stages_without_async_scheduling(engine: Make, v2: None) -> None:
+    """The CPU platform turns it off, whoever asked."""
+    if not current_platform.is_cpu():
+        pytest.skip("another platform leaves it on")
+    message = refusal(lambda: engine(pipeline_parallel_size=2, distributed_executor_backend="mp"))
+    assert message == (
+        "pipeline_parallel_size: found 2 without async scheduling; bpd serves several stages with "
+        "it alone; leave async_scheduling out, or use tensor parallelism"
+    )
+
+
 def test_the_engines_own_choice_of_runner_and_schedule_fit(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
