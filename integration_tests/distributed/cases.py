@@ -13,11 +13,11 @@ from typing import Any
 from integration_tests.harness.combos import Combo
 from integration_tests.harness.engine_process import (
     JOB_TIMEOUT,
-    REPOSITORY,
     engine_environment,
 )
 
-PRETEND = Path(__file__).parent / "pretend"
+PRETEND = str(Path(__file__).parent / "pretend")
+INTERPRET = str(Path(__file__).parent / "interpret")
 PROGRAM = "integration_tests.distributed.engines"
 
 
@@ -31,8 +31,12 @@ def environment(combo: Combo, pretend: bool) -> dict[str, str]:
         RAY_AUTH_MODE="disabled",
         RAY_USAGE_STATS_ENABLED="0",
     )
-    if pretend or combo.runner == "V2":
-        variables["PYTHONPATH"] = os.pathsep.join([str(PRETEND), variables["PYTHONPATH"]])
+    paths = [variables["PYTHONPATH"]]
+    if combo.runner == "V2":
+        paths = [PRETEND, INTERPRET, *paths]
+    elif pretend:
+        paths = [PRETEND, *paths]
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
     return variables
 
 
@@ -48,7 +52,7 @@ def answered(
         process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM, str(path)],
             env=environment(combo, "ray" in request),
-            cwd=REPOSITORY,
+            cwd=folder,  # Ray's workers look into it before their own PYTHONPATH
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=sink,

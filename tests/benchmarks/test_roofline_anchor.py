@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -28,5 +29,5 @@ def test_ratios_are_to_one_token_of_the_same_batch() -> None:
 def test_the_quickest_of_all_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 5.0, 5.0, 6.0, 6.0, 8.0, 8.0, 20.0])  # begin and end, a and b in turn
     monkeypatch.setattr(time, "thread_time", lambda: next(ticks))
-    works = {(1, 1): lambda: None, (1, 2): lambda: None}
+    works: dict[tuple[int, int], Callable[[], object]] = {(1, n): lambda: None for n in (1, 2)}
     assert fastest(works, 2) == {(1, 1): 2.0, (1, 2): 1.0}

@@ -1,8 +1,7 @@
 """Test only: what vLLM asks of a GPU machine before it starts workers, answered by a CPU.
 
-With the folder above on PYTHONPATH, every process finds this through entry points: vLLM a platform
-that Ray may place workers for, Triton a backend that says it is active. Workers of an executor are
-processes of their own, so nothing that one process patches would reach them.
+With the folder above on PYTHONPATH, vLLM finds this platform in every process. Workers of an
+executor are processes of their own, so nothing that one process patches would reach them.
 """
 
 
