@@ -1,6 +1,6 @@
 """Commands of the README and of docs/bpd-train.md exist and parse.
 
-`integration_tests/test_ways_in.py` serves with the README's.
+`integration_tests/test_ways_in.py` and `integration_tests/distributed` serve with the README's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def commands(program: str) -> list[str]:
 
 
 def test_every_command_is_of_a_program_that_is_tested() -> None:
-    tested = {"make", "pip", "vllm", "vllm-bpd", "bpd-train"}
+    tested = {"make", "pip", "vllm", "vllm-bpd", "bpd-train", "ray"}
     assert {command.split()[0] for command in COMMANDS} <= tested
 
 
@@ -58,6 +58,14 @@ def test_training_commands_parse(
     assert status == 2
     assert "no-such-folder/x/y" in error
     assert "usage" not in error
+
+
+@pytest.mark.parametrize("command", commands("ray"))
+def test_rays_commands_parse(command: str) -> None:
+    """`integration_tests/distributed` runs engines on a Ray of its own."""
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="Ray is an extra of its own")
+    _, name, *words = shlex.split(command)
+    assert scripts.cli.commands[name].make_context(name, words).params
 
 
 @pytest.mark.parametrize("command", commands("vllm-bpd"))
