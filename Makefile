@@ -33,13 +33,15 @@ test-matrix: setup ## every row on both runners and releases; writes docs/compat
 	@rm -f build/verdicts-*.json
 	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
 		--verdicts=build/verdicts-0.32.json $(ARGS)
-	-@PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases 0.33) \
+	-@for release in 0.33 0.29; do \
+		PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) \
 		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
-		--verdicts=build/verdicts-0.33.json $(ARGS)
+		--verdicts=build/verdicts-$$release.json $(ARGS); done
 	@$(VENV_PYTHON) -m integration_tests.compatibility docs/compatibility.md build/verdicts-*.json
 
 test-distributed: setup ## tensor, pipeline and data parallel, over processes and Ray, on CPUs
-	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed tests/vllm_bpd/test_ranks.py \
+	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed \
+		integration_tests/test_ray_llm.py tests/vllm_bpd/test_ranks.py \
 		$(ARGS)
 
 soak: setup ## mixed traffic for an hour, answers compared; ARGS="--minutes 5" is passed on

@@ -25,7 +25,7 @@ PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
 STAMP = VENV / "vllm-bpd-setup.stamp"
 UNFINISHED = VENV / "vllm-bpd-setup.unfinished"
-EXTRAS = "cpu,train,ray,dev,demo"
+EXTRAS = "cpu,train,ray,ray-llm,dev,demo"
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

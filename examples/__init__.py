@@ -1,0 +1,1 @@
+"""Programs to start from: blockwise heads in Ray's LLM libraries."""
