@@ -63,8 +63,20 @@ def load(paths: list[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def cell(verdicts: list[dict[str, Any]], notes: list[str]) -> str:
-    """One cell: what holds, how it drafted, how many tests; engine faults as numbered notes."""
+def kinds(verdicts: list[dict[str, Any]]) -> set[str]:
+    """The tests among these that every combination has: their names without the combination."""
+    return {
+        verdict["test"].replace(verdict["combo"], "")
+        for verdict in verdicts
+        if verdict["combo"] in verdict["test"]
+    }
+
+
+def cell(verdicts: list[dict[str, Any]], row: set[str], notes: list[str]) -> str:
+    """One cell: what holds, how it drafted, how many tests; engine faults as numbered notes.
+
+    `row` has the tests that some combination ran in this row: those that this one lacks are told.
+    """
     if not verdicts:
         return "not run"
     failed = [verdict for verdict in verdicts if verdict["outcome"] == "failed"]
@@ -79,7 +91,10 @@ def cell(verdicts: list[dict[str, Any]], notes: list[str]) -> str:
     else:
         text = f"**fails** ({len(failed)} of {len(verdicts)})" if failed else "holds"
         text += f" {letters}" if letters else ""
-        text += f" ({len(passed)})" if passed else ""
+        missing = len(row - kinds(verdicts))
+        counts = [str(len(passed))] if passed else []
+        counts += [f"{missing} not run"] if missing else []
+        text += f" ({'; '.join(counts)})" if counts else ""
     for reason in dict.fromkeys(v["reason"] for v in verdicts if v["outcome"] != "passed"):
         if reason:
             if reason not in notes:
@@ -105,14 +120,17 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         "row on that vLLM release and model runner: drafts by random heads (R), by an oracle that "
         "is always right (O), by one whose every third draft is wrong (M), and by random heads "
         "with a lattice together with each request's own text (L), all against the same requests "
-        "without speculation; in brackets the number of tests that passed."
+        "without speculation; in brackets the number of tests that passed, and how many "
+        "were run in other columns alone."
         + (f" Not run: {', '.join(left_out)}." if left_out else ""),
         "",
         "| row | " + " | ".join(name.replace("-", " ") for name in names) + " |",
         "|---|" + "---|" * len(names),
     ]
     for row in ROWS:
-        lines.append(f"| {row} | " + " | ".join(cell(cells[row, n], notes) for n in names) + " |")
+        of_row = kinds([verdict for name in names for verdict in cells[row, name]])
+        found = (cell(cells[row, name], of_row, notes) for name in names)
+        lines.append(f"| {row} | {' | '.join(found)} |")
     lines += ["", "Notes:", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     lines += ["", "What each row holds:", ""]
