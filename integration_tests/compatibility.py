@@ -68,7 +68,7 @@ def kinds(verdicts: list[dict[str, Any]]) -> set[str]:
     return {
         verdict["test"].replace(verdict["combo"], "")
         for verdict in verdicts
-        if verdict["combo"] in verdict["test"]
+        if verdict["everywhere"]
     }
 
 

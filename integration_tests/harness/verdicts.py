@@ -42,6 +42,7 @@ def pytest_runtest_makereport(
                 "row": row,
                 "test": item.nodeid,
                 "combo": marker.kwargs.get("combo") if combo is None else combo.name,
+                "everywhere": combo is not None,  # whether every combination has it
                 "mode": parameters.get("mode"),
                 "outcome": outcome(report),
                 "reason": reason(report),
