@@ -119,7 +119,9 @@ def test_tune_writes_a_config_that_serves(
         engine.close()
 
 
-def test_tune_refuses_what_it_cannot_read_in_one_line(target: Path, tmp_path: Path) -> None:
+def test_tune_refuses_what_it_cannot_read_in_one_line(
+    target: Path, heads: Path, tmp_path: Path
+) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "no prompt"}\n')
     done = tuned(tmp_path, 1, str(target), "--prompts", "bad.jsonl")
     assert done.returncode == 1
