@@ -7,6 +7,7 @@ Walks recorded greedy answers of the target, each drafter in turn, for every k:
     lookup or heads  lookup where anything matches, the heads' choice elsewhere
     lattice          heads and text scored together, as served (docs/acceptance.md)
     lattice, cut C   the same, a draft ended where confidence falls below C
+    text, cut C      the text alone under the lattice's weights, ended alike
 
 Prints the tables in Markdown and writes the figures as JSON and a picture. The answers are those
 that `bpd-train generate` writes.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from vllm_bpd.checkpoint import load_heads, load_lattice
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.lattice import draft_block
 
-CUTS = (0.1, 0.2, 0.3)
+CUTS = (0.1, 0.2, 0.3, 0.5, 0.7)
 _SAMPLED_BLOCKS = 2048  # rows whose whole blocks are drafted, to count repetitions
 _WINDOW = 1024  # tokens of text they see
 
@@ -88,6 +89,9 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
         head_ids.append(rows.head_ids_TKM[:, place, 0] if place < heads else missing_T)
     heads_TP, text_TP = torch.stack(head_ids, 1), torch.stack(text_ids, 1)
     lattice = draft_rows(rows, weights_PF)
+    # As where the heads rest (`heads_up_to_batch_size`).
+    no_heads = replace(rows, head_ids_TKM=torch.full_like(rows.head_ids_TKM, -1))
+    text = draft_rows(no_heads, weights_PF)
     return {
         "heads": Variant(_always(rows, heads_TP, torch.zeros_like(heads_TP, dtype=torch.bool))),
         "lookup": Variant(_always(rows, text_TP, text_TP >= 0)),
@@ -96,6 +100,7 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
         ),
         "lattice": Variant(lattice),
         **{f"lattice, cut {cut}": Variant(lattice, cut) for cut in CUTS},
+        **{f"text, cut {cut}": Variant(text, cut) for cut in CUTS},
     }
 
 
@@ -184,13 +189,13 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Neighbouring tokens that are the same: {shares}."])
 
 
-def write_results(path: Path, results: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """The figures with what made them, and a picture beside them."""
-    from matplotlib.figure import Figure
-
+def write_figures(
+    path: Path, command: str, results: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    """The figures as JSON, with what made them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made_by = {
-        "command": "python -m benchmarks.drafters",
+        "command": command,
         "target": Path(arguments.target).name,
         "heads": arguments.heads.name,
         "answers": arguments.answers.name,
@@ -199,6 +204,13 @@ def write_results(path: Path, results: dict[str, Any], arguments: argparse.Names
         "versions": {name: version(name) for name in ("torch", "transformers", "vllm-bpd")},
     }
     path.write_text(json.dumps(made_by | results, indent=2) + "\n", encoding="utf-8")
+
+
+def write_results(path: Path, results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The figures with what made them, and a picture beside them."""
+    from matplotlib.figure import Figure
+
+    write_figures(path, "python -m benchmarks.drafters", results, arguments)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, rows in results["drafters"].items():

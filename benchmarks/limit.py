@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import time
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from benchmarks.acceptance import read_categories
 from benchmarks.wrong_drafts import WrongDrafts
 
 MOST_DRAFTS = 8
+_FEWEST_PROMPTS = 16  # of a batch size, in all rounds
 
 
 @dataclass
@@ -99,6 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     bpd = _engine(arguments, target, {"method": "bpd", **heads})
     drafting = _watch_drafting()
     texts = [text for group in read_categories(arguments.prompts).values() for text in group]
+    random.Random(0).shuffle(texts)  # files are often sorted by category
     results = {}
     for size in arguments.batch_sizes:
         results[str(size)] = measure(arguments, free, bpd, drafting, texts, size)
@@ -106,6 +109,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         made = {
+            "prompts": arguments.prompts.name if arguments.prompts else "the demo's",
+            "rounds": arguments.rounds,
+            "max_tokens": arguments.max_tokens,
+            "dtype": arguments.dtype,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
             "by_batch_size": results,
@@ -127,7 +134,7 @@ def measure(
     warm = _prompts(free, texts, size, 0)
     for llm in (free, bpd):
         steady(llm, warm, 16, drafting)
-    for number in range(arguments.rounds):
+    for number in range(max(arguments.rounds, _FEWEST_PROMPTS // size)):
         prompts = _prompts(free, texts, size, number)
         for count, kept in by_count.items():
             WrongDrafts.count = count

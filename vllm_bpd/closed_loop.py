@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one load took."""
-
-    tokens: int  # generated
-    seconds: float  # from the first request to the last token
-    steps: int  # of the engine
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
 
 
 def closed_loop(
     llm: Any, prompts: Sequence[list[int]], concurrency: int, max_tokens: int, name: str
-) -> Run:
-    """Answer `prompts` (token ids) greedily, `concurrency` at a time: one ends, the next begins.
+) -> float:
+    """Tokens a second of answering `prompts`, `concurrency` at a time: one ends, the next begins.
 
-    `name` sets these requests' ids apart from those of other runs.
+    `prompts` are token ids, answers greedy. `name` sets these requests' ids apart from those of
+    other runs.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -36,7 +22,7 @@ def closed_loop(
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
     )
-    tokens = steps = sent = done = 0
+    tokens = sent = done = 0
     started = time.perf_counter()
     while done < len(prompts):
         while sent < len(prompts) and sent - done < concurrency:
@@ -45,5 +31,4 @@ def closed_loop(
         for output in engine.step():
             tokens += len(output.outputs[0].token_ids)
             done += 1
-        steps += 1
-    return Run(tokens, time.perf_counter() - started, steps)
+    return tokens / (time.perf_counter() - started)

@@ -125,8 +125,7 @@ def _tune_settings(
                     config.min_confidence_per_batch_size = [(1, size, setting.lowest)]
                     config.heads_up_to_batch_size = None if setting.heads else 0
                     name = f"{size}-{number}-{setting}"
-                    run = closed_loop(llm, load, size, arguments.max_tokens, name)
-                    speeds[setting].append(run.speed)
+                    speeds[setting].append(closed_loop(llm, load, size, arguments.max_tokens, name))
             measured[size] = speeds
             print(f"{size} at once: measured", flush=True)
     return measured
@@ -149,7 +148,7 @@ def _tune_drafts(
                 load = _load(prompts, size)
                 closed_loop(llm, load, size, arguments.max_tokens, f"warm-{size}")
                 measured[size][drafts] = [
-                    closed_loop(llm, load, size, arguments.max_tokens, f"{size}-{number}").speed
+                    closed_loop(llm, load, size, arguments.max_tokens, f"{size}-{number}")
                     for number in range(arguments.rounds)
                 ]
         print(f"{drafts} drafts a step: measured", flush=True)
