@@ -18,7 +18,7 @@ from heads_training.hidden_states import Shard, iterate_states, write_states
 from heads_training.lattice_fit import fit_weights, make_lattice
 from heads_training.lock import only_one
 from heads_training.plot import check_plot_path, write_plot
-from heads_training.processes import main_first, processes
+from heads_training.processes import leave, main_first, processes
 from heads_training.provenance import PROVENANCE_FILE, provenance
 from heads_training.recipe import Recipe
 from heads_training.target import TargetRows, read_rows, resolve_target
@@ -82,6 +82,7 @@ def _train(recipe: Recipe, command: str) -> dict[str, Any] | None:
         paths = [shard for shard in shards if isinstance(shard, Path)]
         train_on_ray(recipe.train, paths, recipe.target, recipe.work)  # `train` takes it up
     trained = train(recipe.train, data, recipe.work)
+    leave()
     if not processes().is_main_process:
         return None
     # Written first, so that a failing evaluation loses nothing; then evaluated as stored.

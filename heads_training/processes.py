@@ -29,3 +29,12 @@ def main_first() -> Iterator[bool]:
     state = processes()
     with state.main_process_first():
         yield bool(state.is_main_process)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one; every process calls it, when training is over.
+
+    Threads of a group that is still joined when Python ends may abort the process.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

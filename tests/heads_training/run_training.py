@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from heads_training.processes import leave
 from heads_training.target import read_rows
 from heads_training.train import TrainConfig, make_trainer, prepare
 from tests.heads_training.made_data import TINY, StopAt
@@ -38,6 +39,7 @@ def main(folder: str, mode: str, work: str, stop: str = "0") -> None:
     trainer = make_trainer(config, data, Path(work))
     trainer.add_callback(StopAt(int(stop)))
     trainer.run()
+    leave()
     # Neither an engine nor Ray is needed to train.
     assert not {"vllm", "ray"} & sys.modules.keys()
 
