@@ -17,7 +17,7 @@ from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, make_prompts, run
-from integration_tests.harness.matrix import LATTICE, NUM_HEADS, PLACES, SCRIPTED
+from integration_tests.harness.matrix import LATTICE, MODES, NUM_HEADS, PLACES, SCRIPTED
 from integration_tests.harness.stand_ins import STOCK_V1
 from integration_tests.harness.statistics import (
     bigram_logits,
@@ -41,12 +41,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def sampled_batch(setting: dict[str, Any], mode: str, samples: int = SAMPLES) -> dict[str, Any]:
-    """Requests that give `samples` tokens, each with its own seed, four answers to a prompt."""
+    """Requests that give `samples` tokens, each with its own seed, four answers to a prompt.
+
+    No two modes share a seed: what they draw is counted together as independent.
+    """
     prompts = make_prompts([2] * math.ceil(samples / LENGTH / 4), VOCAB, seed=5)
     sampling = {"max_tokens": LENGTH, "ignore_eos": True, "n": 4, **setting}
     requests = [
         # The n-th answer's seed is the request's plus n.
-        {"prompt": prompt, "sampling": sampling | {"seed": 100 * seed}}
+        {"prompt": prompt, "sampling": sampling | {"seed": 100 * seed + 10 * MODES.index(mode)}}
         for seed, prompt in enumerate(prompts)
     ]
     return {"requests": requests, "drafts": mode}
