@@ -78,6 +78,8 @@ def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, ca
 @pytest.mark.parametrize("mode", ["lattice"])
 def test_a_dynamic_schedule(engine: EngineProcess, target: Path, heads: Path, mode: str) -> None:
     """Fewer drafts while many run: each block is still what the request's own text gives."""
+    if (engine.combo.release, engine.combo.runner) == ("0.29", "V2"):
+        pytest.skip("its V2 takes no schedule: refused, as test_exactness.py shows")
     few = 3
     lengths = [30 if row < few else 12 for row in range(len(PROMPTS))]
     batch = greedy(PROMPTS, 0, mode)

@@ -29,6 +29,7 @@ from integration_tests.harness.statistics import (
 VOCAB = 8
 SAMPLES = 50_000
 LENGTH = 250
+LONGEST = 2400  # seconds, where kernels are interpreted
 FARTHEST = 4.5  # standard deviations; seeds are fixed, so a pass stays one
 ENGINE = {"max_model_len": 256, "max_num_seqs": 128, "max_num_batched_tokens": 1024}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,6 +85,7 @@ ON_V2 = "temperature 1"  # beside `top_k` and `top_p`, which a lattice's drafts 
 
 
 @pytest.mark.row("sampling")
+@pytest.mark.timeout(LONGEST + 60)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.full]) for n in SETTINGS],
@@ -96,7 +98,7 @@ def test_distribution(
         pytest.skip("interpreted kernels are too slow for a second setting of all ways to draft")
     samples = SAMPLES if engine.combo.runner == "V1" else SAMPLES // len(SCRIPTED)
     batches = [sampled_batch(SETTINGS[name], mode, samples) for mode in SCRIPTED]
-    reply = run(engine, job(targets["bigram"], heads, batches))
+    reply = run(engine, job(targets["bigram"], heads, batches), LONGEST)
     expected = distribution(bigram_logits(targets["bigram"]), SETTINGS[name]).tolist()
     everything = []
     for mode, asked, batch in zip(SCRIPTED, batches, reply["batches"], strict=True):
@@ -111,6 +113,7 @@ def test_distribution(
 
 
 @pytest.mark.row("sampling")
+@pytest.mark.timeout(LONGEST + 60)
 @pytest.mark.full
 @pytest.mark.parametrize("mode", [LATTICE])
 def test_distribution_with_a_lattice(
@@ -121,8 +124,12 @@ def test_distribution_with_a_lattice(
     setting = SETTINGS["top_k and top_p"]
     asked = sampled_batch(setting, "heads", SAMPLES // (1 if engine.combo.runner == "V1" else 3))
     made = make_job(targets["bigram"], [asked], **ENGINE)
-    made["llm"]["speculative_config"] = {"method": "bpd", "model": str(heads)}
-    [batch] = run(engine, made)["batches"]
+    made["llm"]["speculative_config"] = {
+        "method": "bpd",
+        "model": str(heads),
+        "min_confidence": 0.1,
+    }
+    [batch] = run(engine, made, LONGEST)["batches"]
     assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"]
     counts = count_pairs(texts(asked | batch), VOCAB)
     expected = distribution(bigram_logits(targets["bigram"]), setting).tolist()

@@ -246,6 +246,10 @@ BONUS_FAULT = (
     "vLLM's model runner V1: stop ids stay barred for the token behind a whole block, though "
     "`min_tokens` are there by then; any drafter shows it (test_the_engine_alone)"
 )
+STOPS_FAULT = (
+    "vLLM 0.29's front end: what a block brings behind a stop string stays in the ids; any "
+    "drafter shows it (test_the_engine_alone)"
+)
 ROWS = {
     "lengths": "lengths",
     "ends": "lengths",
@@ -268,21 +272,26 @@ def test_as_without_speculation(
     """Ids, text, reasons and logprobs of every request."""
     if (group, mode, engine.combo.runner) == (BONUS_ENDS, "oracle", "V1"):
         request.applymarker(pytest.mark.xfail(reason=BONUS_FAULT, raises=AssertionError))
+    if (group, engine.combo.release) == ("stops", "0.29") and mode in ("oracle", "corrupted"):
+        request.applymarker(pytest.mark.xfail(reason=STOPS_FAULT, raises=AssertionError))
     check_group(text.groups[group], text.play(engine, group, mode))
 
 
 @pytest.mark.row("stops")
-def test_the_engine_alone(text: Suite, engine: EngineProcess) -> None:
+@pytest.mark.parametrize("name", [BONUS_ENDS, "stops"])
+def test_the_engine_alone(text: Suite, engine: EngineProcess, name: str) -> None:
     """What is expected to fail fails in the same way with drafts that no plugin has made (V1)."""
     if engine.combo.runner != "V1":
-        pytest.skip("the fault is model runner V1's")
-    group = text.groups[BONUS_ENDS]
+        pytest.skip("the fault is model runner V1's, or shown on it")
+    if name == "stops" and engine.combo.release != "0.29":
+        pytest.skip("the fault is vLLM 0.29's")
+    group = text.groups[name]
     job = make_job(text.target, [group.batch("oracle")], **text.engine)
     job["llm"]["speculative_config"] = {**STOCK_V1, "num_speculative_tokens": NUM_HEADS}
     reply = run(engine, job | {"drafts": stand_in("stock", text.recordings())})
     outputs = reply["batches"][0]["outputs"]
     assert outputs != group.expected
-    assert outputs == text.play(engine, BONUS_ENDS, "oracle")["outputs"]
+    assert outputs == text.play(engine, name, "oracle")["outputs"]
 
 
 @pytest.mark.row("sampling parameters")

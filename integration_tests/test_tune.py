@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from integration_tests.distributed.cases import INTERPRET
 from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.engine_process import (
     EngineProcess,
@@ -79,6 +81,8 @@ def test_drafting_follows_the_batch_size(engine: EngineProcess, target: Path, he
 def tuned(folder: Path, runner: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What `vllm-bpd tune` does with these arguments, model runner V1 or V2."""
     environment = engine_environment(COMBOS[runner - 1])
+    if runner == 2:
+        environment["PYTHONPATH"] = os.pathsep.join([INTERPRET, environment["PYTHONPATH"]])
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return subprocess.run(
         [str(Path(sys.executable).with_name("vllm-bpd")), "tune", *arguments],

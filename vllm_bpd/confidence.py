@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from vllm_bpd.errors import HeadsError
 
 _FIELD = "min_confidence_per_batch_size"
+_ALMOST_FREE = 0.1  # lowest confidence where verification costs little
 _EXPECTED = "expected entries [first batch size, last, lowest confidence from 0 to 1]"
 
 
@@ -30,6 +31,20 @@ class ConfidenceSchedule:
             if batch_size <= last:
                 return lowest
         return self.lowest[-1]
+
+
+# On a CPU a verified token soon costs its full share. Measured on two cores (docs/speed.md), which
+# are busy early; with more of them drafts pay for longer than this lets them.
+ON_CPU = ConfidenceSchedule((2, 4, 12, 24, 25), (0.1, 0.2, 0.35, 0.5, 0.7))
+
+
+def schedule(
+    entries: Sequence[Sequence[float]] | None, lowest: float | None, device_type: str
+) -> ConfidenceSchedule:
+    """What holds with these options, each None if not given, on a device of that type."""
+    if entries is None and lowest is None and device_type == "cpu":
+        return ON_CPU
+    return parse_schedule(entries, _ALMOST_FREE if lowest is None else lowest)
 
 
 def parse_schedule(entries: Sequence[Sequence[float]] | None, default: float) -> ConfidenceSchedule:

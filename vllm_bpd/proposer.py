@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vllm_bpd.confidence import parse_schedule
+from vllm_bpd.confidence import schedule
 from vllm_bpd.entry import METHOD
 from vllm_bpd.tally import Tally
 
@@ -108,8 +108,11 @@ class BpdProposer:
     def _lowest_confidence(self, batch_size: int) -> float:
         """Read anew at every step: `vllm-bpd tune` changes it between runs."""
         speculative = self.vllm_config.speculative_config
-        entries = speculative.min_confidence_per_batch_size
-        return parse_schedule(entries, speculative.min_confidence).at(batch_size)
+        return schedule(
+            speculative.min_confidence_per_batch_size,
+            speculative.min_confidence,
+            self.vllm_config.device_config.device_type,
+        ).at(batch_size)
 
     def _heads_rest(self, batch_size: int) -> bool:
         """Whether so many requests run that the heads cost more than they give."""

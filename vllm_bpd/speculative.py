@@ -65,9 +65,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     context_window: int = Field(default=8192, ge=2)
     """How many of a request's last tokens are searched. Bounds the cost for long contexts."""
 
-    min_confidence: float = Field(default=0.1, ge=0, lt=1)
+    min_confidence: float | None = Field(default=None, ge=0, lt=1)
     """Drafts stop before the one that would be accepted with a lower probability than this. Saves
-    verification on model runner V1; V2 always verifies `num_speculative_tokens`."""
+    verification on model runner V1; V2 always verifies `num_speculative_tokens`. None: 0.1, but
+    on a CPU rising with the number of running requests (`confidence.ON_CPU`)."""
 
     min_confidence_per_batch_size: list[tuple[int, int, float]] | None = None
     """`min_confidence` by the number of running requests, as `[[1, 4, 0.1], [5, 16, 0.6], [17, 256,
@@ -91,7 +92,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         """Find and check the heads; raises HeadsError, one line, for what cannot work."""
         connect_runners()
         self._refuse_foreign_fields()
-        parse_schedule(self.min_confidence_per_batch_size, self.min_confidence)  # or refuse it
+        parse_schedule(self.min_confidence_per_batch_size, default=0.0)  # or refuse it
         target = self.target_model_config
         if target is None:
             raise HeadsError("target_model_config: missing; bpd needs the target's config")

@@ -1,10 +1,11 @@
 """What Triton's interpreter needs before V2 runs on a CPU: a backend that says it is active, and a
-torch version of the one kernel that the interpreter cannot run.
+torch version of each kernel that the interpreter cannot run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -65,8 +66,17 @@ class GrammarBitmask:
                 logits_NV[row, allowed_V == 0] = -float("inf")
 
 
-def replace_kernel() -> None:
-    """Put the stand-in in the kernel's place, for the life of this process."""
+def replace_kernels() -> None:
+    """Put the stand-ins in the kernels' places, for the life of this process.
+
+    That of `top_k` and `top_p` is the engine's own for fewer than eight rows: the interpreter makes
+    numbers of the kernel's arguments that are 1, and those have no `.to()`.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import structured_outputs
+    from vllm.v1.worker.gpu.sample import gumbel
 
     structured_outputs._apply_grammar_bitmask_kernel = GrammarBitmask()
+    if hasattr(gumbel, "tldevice"):  # vLLM 0.29; the interpreter has no device library
+        gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1 + x))
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch

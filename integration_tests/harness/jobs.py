@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration_tests.harness.engine_process import EngineProcess
+from integration_tests.harness.engine_process import JOB_TIMEOUT, EngineProcess
 from integration_tests.harness.oracle import Recording
 
 
@@ -33,9 +33,9 @@ def stand_in(source: str, recordings: Sequence[Recording]) -> dict[str, Any]:
     return {"source": source, "recordings": [[r.prompt, r.answer] for r in recordings]}
 
 
-def run(engine: EngineProcess, job: dict[str, Any]) -> dict[str, Any]:
+def run(engine: EngineProcess, job: dict[str, Any], seconds: float = JOB_TIMEOUT) -> dict[str, Any]:
     """Run a job that must succeed, on the release and runner it was meant for."""
-    reply = engine.run(job)
+    reply = engine.run(job, seconds)
     assert reply["ok"], reply["trace"]
     assert reply["runner"] == engine.combo.runner
     assert reply["vllm"].startswith(engine.combo.release + ".")

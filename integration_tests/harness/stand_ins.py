@@ -29,6 +29,8 @@ STOCK_V1 = {
     "model": "integration_tests.harness.stand_ins.StockProposer",
 }
 STOCK_V2 = {"method": "ngram_gpu", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# The release whose model runner V2 takes no such method.
+NO_STOCK_V2 = "0.29"
 
 
 # The modes of a batch that draft recorded text, and which drafts are wrong in them.

@@ -253,7 +253,7 @@ def main() -> None:
     replies = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreted.pretend_triton_backend()
-        interpreted.replace_kernel()
+        interpreted.replace_kernels()
     for line in jobs:
         replies.write(json.dumps(run_job(json.loads(line))) + "\n")
         replies.flush()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_bpd.confidence import ConfidenceSchedule, parse_schedule
+from vllm_bpd.confidence import ON_CPU, ConfidenceSchedule, parse_schedule, schedule
 from vllm_bpd.errors import HeadsError
 
 
@@ -19,6 +19,24 @@ def test_each_range_has_its_own_and_the_last_goes_on() -> None:
     schedule = parse_schedule([[1, 1, 0.1], [2, 4, 0.5], [5, 8, 1]], 0.2)
     assert [schedule.at(size) for size in (1, 2, 4, 5, 8, 9, 500)] == [0.1, 0.5, 0.5, 1, 1, 1, 1]
     assert schedule == ConfidenceSchedule((1, 4, 8), (0.1, 0.5, 1.0))
+
+
+def test_on_a_cpu_drafts_have_to_be_surer_as_more_requests_run() -> None:
+    assert schedule(None, None, "cpu") == ON_CPU
+    lowest = [ON_CPU.at(size) for size in range(1, 300)]
+    assert lowest == sorted(lowest)
+    assert lowest[0] < lowest[-1] < 1
+
+
+def test_what_is_asked_for_holds_on_a_cpu_too() -> None:
+    entries = [(1, 4, 0.3), (5, 9, 1.0)]
+    assert schedule(entries, None, "cpu") == parse_schedule(entries, 0.0)
+    assert schedule(entries, 0.2, "cpu") == parse_schedule(entries, 0.0)
+    assert schedule(None, 0.2, "cpu") == ConfidenceSchedule((1,), (0.2,))
+
+
+def test_elsewhere_verification_is_taken_to_cost_little() -> None:
+    assert [schedule(None, None, "cuda").at(size) for size in (1, 400)] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(

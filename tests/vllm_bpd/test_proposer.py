@@ -69,7 +69,12 @@ ALWAYS = {
 
 @pytest.fixture
 def drafter() -> BpdProposer:
-    made = BpdProposer(SimpleNamespace(speculative_config=SimpleNamespace(**ALWAYS)))
+    made = BpdProposer(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(**ALWAYS),
+            device_config=SimpleNamespace(device_type="cpu"),
+        )
+    )
     made.model = EchoHeads()  # type: ignore[assignment]
     return made
 

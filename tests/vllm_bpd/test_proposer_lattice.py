@@ -47,7 +47,12 @@ def make(**changed: Any) -> BpdProposer:
         "min_confidence_per_batch_size": None,
         "heads_up_to_batch_size": None,
     }
-    made = BpdProposer(SimpleNamespace(speculative_config=SimpleNamespace(**fields | changed)))
+    made = BpdProposer(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(**fields | changed),
+            device_config=SimpleNamespace(device="cpu", device_type="cpu"),
+        )
+    )
     made.model = SayingHeads()  # type: ignore[assignment]
     return made
 
@@ -190,7 +195,6 @@ def test_the_engines_own_table_is_searched() -> None:
 
 def load(made: BpdProposer, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`load_model`, which finds `heads`, in an engine of bf16 on a CPU."""
-    made.vllm_config.device_config = SimpleNamespace(device="cpu")
     made.vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     found = SimpleNamespace(load_heads_model=lambda config, target: heads)
     monkeypatch.setitem(sys.modules, "vllm_bpd.model", found)  # the real one imports vLLM

@@ -88,7 +88,7 @@ def test_behind_the_heads_only_context_drafts(
 def test_context_is_looked_up_unless_told(lattice: Make) -> None:
     made = lattice()
     assert made.context_lookup is True
-    assert (made.context_window, made.min_confidence) == (8192, 0.1)
+    assert (made.context_window, made.min_confidence) == (8192, None)
     assert lattice(context_window=2, min_confidence=0).min_confidence == 0
 
 
