@@ -79,4 +79,6 @@ def replace_kernels() -> None:
     structured_outputs._apply_grammar_bitmask_kernel = GrammarBitmask()
     if hasattr(gumbel, "tldevice"):  # vLLM 0.29; the interpreter has no device library
         gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1 + x))
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    top_k_top_p = topk_topp_sampler.apply_top_k_top_p_pytorch
+    # vLLM 0.33 also says which rows have `top_p` alone, a hint to its kernel.
+    topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p, **_: top_k_top_p(logits, k, p)
