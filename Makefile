@@ -32,7 +32,7 @@ test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
 	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
-		$(PARALLEL) --dist loadfile --verdicts=build/verdicts-0.32.json $(ARGS)
+		$(PARALLEL) --verdicts=build/verdicts-0.32.json $(ARGS)
 	-@for release in 0.33 0.29; do \
 		PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) \
 		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
