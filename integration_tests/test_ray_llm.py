@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -132,7 +131,7 @@ def test_serve_answers_as_vllm_does_offline(
 
 
 def test_serve_scales_out_under_load(served: ray_llm.Served, offline: dict[str, str]) -> None:
-    assert served.healthy() == 1
+    wait_for("no replica is healthy", 60, lambda: served.healthy() == 1)  # gathered now and then
     with Load(served, 4) as load:
         wait_for("one replica", 300, lambda: len(served.replicas()) == 2)
     assert not load.hung
@@ -145,7 +144,7 @@ def test_a_replica_that_dies_loses_at_most_its_own_requests(
     served: ray_llm.Served, offline: dict[str, str]
 ) -> None:
     """A request is answered rightly or fails with a status; none hangs, later ones are served."""
-    assert served.healthy() == 2
+    wait_for("two replicas are not healthy", 60, lambda: served.healthy() == 2)
     with Load(served, 4) as load:
         wait_for("no answer", 120, lambda: len(load.outcomes) >= 8)
         victim = served.replicas()[0]
@@ -168,10 +167,17 @@ def test_data_answers_as_vllm_does_offline(
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in CHATS))
-    options = ["--model", str(target), "--heads", str(heads), "--prompts", str(prompts)]
+    options = ["--model", str(target), "--prompts", str(prompts)]
     options += ["--output", str(tmp_path / "answers"), "--max-tokens", str(MAX_TOKENS), "--cpu"]
     options += ["--engine-kwargs", json.dumps(ray_llm.ENGINE)]
-    said = ray_llm.run_to_end("ray_data_llm", options, tmp_path / "data.log")
+    # Ray Data does not say what its engine drafted; that it drafts with these heads, others show.
+    others = write_target(TARGETS["llama"], tmp_path / "other")
+    foreign = write_heads(others, tmp_path / "foreign", 4)
+    with pytest.raises(ray_llm.RayLlmError, match="these heads belong to another target"):
+        ray_llm.run_to_end(
+            "ray_data_llm", [*options, "--heads", str(foreign)], tmp_path / "refused.log"
+        )
+    ray_llm.run_to_end("ray_data_llm", [*options, "--heads", str(heads)], tmp_path / "data.log")
     rows = [
         json.loads(line)
         for path in (tmp_path / "answers").iterdir()
@@ -179,6 +185,3 @@ def test_data_answers_as_vllm_does_offline(
     ]
     answers = {row["prompt"]: row["answer"] for row in rows}
     assert answers == {chat: offline[f"{chat}\n"] for chat in CHATS}
-    drafted = re.search(r"Drafted: (\d+) tokens", said)
-    assert drafted is not None
-    assert int(drafted[1]) > 0

@@ -65,7 +65,7 @@ def sizes(tensor: int = 1, pipeline: int = 1, backend: str = "mp") -> dict[str, 
 CASES = (
     Case("tp2", sizes(tensor=2)),
     Case("tp2-lattice", sizes(tensor=2), heads="lattice", releases=("0.32",)),
-    Case("dp2", {"data_parallel_size": 2}),
+    Case("dp2", {"data_parallel_size": 2}, releases=("0.32",)),  # 0.33: see below
     Case("tp2-ray", sizes(tensor=2, backend="ray")),
     Case("pp2", sizes(pipeline=2), runners=("V2",)),
     Case("pp2-ray", sizes(pipeline=2, backend="ray"), runners=("V2",), releases=("0.32",)),
@@ -177,6 +177,16 @@ def test_ids_and_counters(engines: Engines, combo: Combo, case: Case) -> None:
     assert spread["spec"] == one["spec"]
     assert 0 < spread["spec"]["drafts"] <= spread["spec"]["drafted"]
     assert spread["spec"]["accepted"] > 0 or case.heads == "lattice"
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_replicas_of_0_33_want_memory_nodes(engines: Engines) -> None:
+    """Its CPU worker looks for one of its own for each replica, without speculation too."""
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
+        pytest.skip("this machine has several memory nodes")
+    failed = engines.run(Combo("0.33", "V1"), "dp2-plain", {"data_parallel_size": 2})
+    assert "Engine core initialization failed" in failed["error"]
 
 
 @pytest.mark.distributed
