@@ -22,10 +22,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     matrix = config.getoption("verdicts", default=None) is not None
     for item in items:
         combo: Any = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
-        if combo is None or (matrix and item.path.name not in _SHARE_NOTHING):
+        if matrix and item.path.name not in _SHARE_NOTHING:
             group = item.path.as_posix()
         elif item.path.name in _COMPARE_ENGINES:
             group = "engines compared"
+        elif combo is None:
+            group = item.path.as_posix()
         else:
             group = f"engine {combo.name}"
         item.add_marker(pytest.mark.xdist_group(group))
