@@ -119,7 +119,9 @@ class Engines:
 
     def speculating(self, heads: str) -> dict[str, Any]:
         """The argument that serves a set of heads."""
-        return {"speculative_config": {"method": "bpd", "model": str(self.folder / heads)}}
+        # How sure a draft must be may depend on how many requests run, which is a matter of time.
+        config = {"method": "bpd", "model": str(self.folder / heads), "min_confidence": 0.1}
+        return {"speculative_config": config}
 
     def alone(self, combo: Combo, heads: str | None) -> dict[str, Any]:
         """What one process answers, once a session; without heads, without speculation."""
