@@ -10,7 +10,8 @@ ON_CPU := scripts/cpu_env.sh
 .DEFAULT_GOAL := help
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
 MATRIX := -m "row or full" -p integration_tests.harness.verdicts
-# A process a core, and no more than memory allows: each may hold an engine.
+# A process a core, and no more than memory allows: each may hold an engine. Without groups
+# `loadgroup` hands out one test at a time; where tests of a file share answers, `loadfile` does.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 .PHONY: help setup demo test test-matrix test-distributed soak serve bench acceptance limit tune lint \
@@ -32,7 +33,7 @@ test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
 	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
-		$(PARALLEL) --verdicts=build/verdicts-0.32.json $(ARGS)
+		$(PARALLEL) --dist loadfile --verdicts=build/verdicts-0.32.json $(ARGS)
 	-@for release in 0.33 0.29; do \
 		PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) \
 		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
@@ -42,7 +43,7 @@ test-matrix: setup ## every row on both runners and releases; writes docs/compat
 test-distributed: setup ## tensor, pipeline and data parallel, over processes and Ray, on CPUs
 	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed \
 		integration_tests/test_ray_llm.py tests/vllm_bpd/test_ranks.py \
-		$(PARALLEL) $(ARGS)
+		$(PARALLEL) --dist loadfile $(ARGS)
 
 soak: setup ## mixed traffic for an hour, answers compared; ARGS="--minutes 5" is passed on
 	@$(ON_CPU) $(VENV_PYTHON) -m integration_tests.soak $(ARGS)
