@@ -10,9 +10,9 @@ ON_CPU := scripts/cpu_env.sh
 .DEFAULT_GOAL := help
 # Each row of docs/compatibility.md, where tests without an engine run beside both releases.
 MATRIX := -m "row or full" -p integration_tests.harness.verdicts
-# A process a core, and no more than memory allows: each may hold an engine. Without groups
-# `loadgroup` hands out one test at a time; where tests of a file share answers, `loadfile` does.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup
+# A process a core, and no more than memory allows: each may hold an engine. Groups are made in
+# integration_tests/conftest.py; tests without one are handed out singly.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup demo test test-matrix test-distributed soak serve bench acceptance limit tune lint \
 	clean
@@ -33,7 +33,7 @@ test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
 	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
-		$(PARALLEL) --dist loadfile --verdicts=build/verdicts-0.32.json $(ARGS)
+		$(PARALLEL) --verdicts=build/verdicts-0.32.json $(ARGS)
 	-@for release in 0.33 0.29; do \
 		PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) \
 		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
