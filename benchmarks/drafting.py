@@ -14,6 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -21,11 +22,13 @@ from statistics import median
 import torch
 from torch.nn.functional import linear
 
+from vllm_bpd.few_rows import RoundedWeight
 from vllm_bpd.lattice import CANDIDATES
 
 HIDDEN, JOINT, HEADS, SCORED = 576, 2240, 4, 8192
-BATCHES = (1, 8, 32)
+BATCHES = (1, 2, 8, 32)
 _LOGITS_SPREAD = 4.0  # standard deviation
+_FLUSHED_BYTES = 128 << 20  # more than any cache holds
 
 
 def main() -> None:
@@ -63,21 +66,26 @@ def measure(requests: int, rounds: int) -> dict[str, float]:
     lm_head_VD = torch.randn(SCORED, HIDDEN, dtype=dtype) * (_LOGITS_SPREAD / HIDDEN**0.5)
     logits_NV = linear(states_ND, lm_head_VD).float()
     parts: dict[str, Callable[[], object]] = {
-        "hidden layer": lambda: linear(input_B2D, first_J2D),
-        "output layer": lambda: linear(hidden_BJ, second_KDJ),
-        "scores of the ids": lambda: linear(states_ND, lm_head_VD),
         "best ids": lambda: logits_NV.topk(CANDIDATES),
         "their normaliser": lambda: logits_NV.logsumexp(1),
     }
+    for name, x, weight in (
+        ("hidden layer", input_B2D, first_J2D),
+        ("output layer", hidden_BJ, second_KDJ),
+        ("scores of the ids", states_ND, lm_head_VD),
+    ):
+        parts[name] = partial(linear, x, weight)
+        parts[f"{name}, int8"] = partial(RoundedWeight(weight).product, x)
     with torch.inference_mode():
         return {name: milliseconds(work, rounds) for name, work in parts.items()}
 
 
 def milliseconds(work: Callable[[], object], rounds: int) -> float:
-    """Median CPU time of `work`, once warm."""
-    work()
+    """Median CPU time of `work`, with none of its weights in a cache: the target's went through."""
+    others = torch.zeros(_FLUSHED_BYTES, dtype=torch.int8)
     spent = []
     for _ in range(rounds):
+        others.add_(1)
         started = time.thread_time()
         work()
         spent.append(1e3 * (time.thread_time() - started))

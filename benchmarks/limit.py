@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.acceptance import read_categories
@@ -140,7 +139,7 @@ def measure(
             WrongDrafts.count = count
             kept.add(steady(free, prompts, min(arguments.max_tokens, 48), drafting))
         ours.add(steady(bpd, prompts, arguments.max_tokens, drafting))
-    steps = {count: median(kept.seconds) for count, kept in by_count.items()}
+    steps = {count: kept.step for count, kept in by_count.items()}
     drafts = ours.drafting.drafts / len(ours.seconds) / size
     verify = _between(steps, drafts)
     tokens_per_step = ours.tokens_per_step / size

@@ -28,6 +28,7 @@ from vllm_bpd.checkpoint import (
 )
 from vllm_bpd.config import HeadsConfig
 from vllm_bpd.errors import HeadsError
+from vllm_bpd.few_rows import FewRowsRounded, rounded
 from vllm_bpd.heads import BlockwiseHeads
 from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
 from vllm_bpd.projection import DraftProjection, find_embedding
@@ -39,7 +40,8 @@ class BlockwiseHeadsModel(nn.Module):
 
     The joint hidden layer is split by columns and the output layer by rows, so each rank holds
     1/tp of the weights and one all-reduce joins them. Where tp does not divide the joint hidden
-    size, both are replicated and nothing is reduced. No layer is ever quantised.
+    size, both are replicated and nothing is reduced. No layer is quantised, but on a CPU one rank
+    keeps its weights in int8 besides, for few rows (few_rows.py).
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -48,7 +50,8 @@ class BlockwiseHeadsModel(nn.Module):
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.config: HeadsConfig = speculative.draft_model_config.hf_config.heads
-        shards = self.config.joint_hidden_size % get_tensor_model_parallel_world_size() == 0
+        self.num_ranks = get_tensor_model_parallel_world_size()
+        shards = self.config.joint_hidden_size % self.num_ranks == 0
         self.heads = BlockwiseHeads(
             self.config,
             make_hidden=lambda size, out: _hidden_layer(size, out, shards, prefix),
@@ -91,7 +94,18 @@ class BlockwiseHeadsModel(nn.Module):
             missing.append(LATTICE_WEIGHTS)
         if missing:
             raise HeadsError(f"{', '.join(missing)}: missing from the heads' weights")
+        self._round_weights()
         return {f"heads.{name}" for name in loaded}
+
+    def _round_weights(self) -> None:
+        """Now, since on a CPU the engine may pack a weight next, and leave nothing of it."""
+        if self.num_ranks > 1:
+            return  # ranks add up parts of one product: they have to take the same one
+        for name in ("hidden_layer", "output_layer"):
+            layer = getattr(self.heads, name)
+            weight = rounded(layer.weight.data)
+            if weight is not None:
+                setattr(self.heads, name, FewRowsRounded(layer, weight))
 
     def take_dummy_lattice(self) -> None:
         """Zeros for lattice weights: `load_weights` is not called where weights are dummies."""

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_bpd.errors import HeadsError
+from vllm_bpd.few_rows import MOST_ROWS, RoundedWeight, rounded
 
 
 class DraftProjection:
@@ -49,6 +50,7 @@ class DraftProjection:
         self.draft_ids_V = draft_token_ids_V[mine].to(device)
         self.local_rows_V = self.draft_ids_V - start
         self.weight_VD: Tensor | None = None
+        self.rounded: RoundedWeight | None = None
         # Either kind of unquantised method has a plain weight (an LM head that a quantised
         # target leaves alone gets the linear one).
         plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
@@ -57,6 +59,8 @@ class DraftProjection:
             self.weight_VD = self.lm_head.weight.data[self.local_rows_V].contiguous()
             if self.bias is not None:
                 self.bias = self.bias.data[self.local_rows_V].contiguous()
+            else:
+                self.rounded = rounded(self.weight_VD)
 
     def top_tokens(self, states_ND: Tensor) -> Tensor:
         """The best id of each row, int64 [N], the same on every rank."""
@@ -106,6 +110,8 @@ class DraftProjection:
 
     def _draft_logits(self, states_ND: Tensor) -> Tensor:
         """Scores of this rank's draft ids, [N, V]; scale and soft cap keep the order, so none."""
+        if self.rounded is not None and len(states_ND) <= MOST_ROWS:
+            return self.rounded.product(states_ND)
         if self.weight_VD is not None:
             return nn.functional.linear(states_ND, self.weight_VD, self.bias)
         logits_NL: Tensor = self.lm_head.quant_method.apply(self.lm_head, states_ND, bias=self.bias)

@@ -16,9 +16,16 @@ pytest.importorskip("vllm", reason="the model is made of vLLM's layers")
 from vllm.model_executor import model_loader
 
 from tests.vllm_bpd.fresh import head_states_on_rank, load_refusals, run_fresh
-from tests.vllm_bpd.samples import HIDDEN, heads_config, lattice_weights, random_heads
+from tests.vllm_bpd.samples import (
+    HIDDEN,
+    fingerprint,
+    heads_config,
+    lattice_weights,
+    random_heads,
+)
 from vllm_bpd.checkpoint import LATTICE_WEIGHTS
 from vllm_bpd.errors import HeadsError
+from vllm_bpd.few_rows import FewRowsRounded
 from vllm_bpd.lattice import CANDIDATES, NUM_WEIGHTS
 from vllm_bpd.model import BlockwiseHeadsModel, load_heads_model
 
@@ -122,7 +129,7 @@ def plain_model(config: Any, places: int | None = None) -> tuple[Any, list[list[
     model: Any = BlockwiseHeadsModel.__new__(BlockwiseHeadsModel)
     nn.Module.__init__(model)
     model.config, model.heads, model.projection = config, random_heads(config), FirstColumns()
-    model.places = places
+    model.places, model.num_ranks = places, 1
     model.lattice_weights_PF = model.draft_token_ids_V = model.embed = None
     embedded: list[list[int]] = []
 
@@ -168,6 +175,26 @@ def test_without_a_lattice_there_are_no_weights_and_none_are_taken() -> None:
     assert model.lattice_weights_PF is None
     with pytest.raises(HeadsError, match=r"^lattice_weights: unused tensor; expected hidden_layer"):
         model.load_weights((tensors | {LATTICE_WEIGHTS: lattice_weights(3)}).items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "rounds"),
+    [(torch.bfloat16, 1, True), (torch.bfloat16, 2, False), (torch.float32, 1, False)],
+)
+def test_weights_are_kept_rounded_beside(dtype: torch.dtype, num_ranks: int, rounds: bool) -> None:
+    """In bfloat16, where no other rank adds its part; the drafts' states hardly differ."""
+    model, _ = plain_model(heads_config(target=fingerprint(hidden_size=32), head_hidden_size=32))
+    model.heads.to(dtype)
+    model.num_ranks = num_ranks
+    hidden_BD, embedding_BD = torch.randn(2, 5, 32).to(dtype)
+    with torch.inference_mode():
+        exact_BKD = model.heads(hidden_BD, embedding_BD)
+        model.load_weights(list(model.heads.state_dict().items()))
+        states_BKD = model.heads(hidden_BD, embedding_BD)
+    for layer in (model.heads.hidden_layer, model.heads.output_layer):
+        assert isinstance(layer, FewRowsRounded) == rounds
+    assert torch.equal(states_BKD, exact_BKD) != rounds
+    torch.testing.assert_close(states_BKD, exact_BKD, rtol=0, atol=0.1)
 
 
 def test_heads_are_loaded_from_where_this_machine_has_the_front_ends(
