@@ -2,12 +2,12 @@
 
 Two engines in this process take turns (model runner V1): one verifies drafts that cost nothing to
 make and are always wrong, so that a step that verifies n of them takes t(n); the other serves
-`bpd`. With tokens a step and drafts a step of the latter,
+`bpd`. With tokens a step of the latter and the mean of t(n) over its steps' own n,
 
-    possible = tokens a step * t(0) / t(drafts a step)        reached = its speed / speed without
+    possible = tokens a step * t(0) / mean t(n)        reached = its speed / speed without
 
-and what drafting costs is the time spent in the drafter, over the time of all steps. Only decoding
-steps count. Seconds mean nothing on another machine; ratios are what is compared.
+(not t at the mean n, since t bends). What drafting costs is the time spent in the drafter, over that
+mean. Only decoding steps count. Seconds mean nothing on another machine; ratios are what is compared.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.acceptance import read_categories
@@ -44,15 +45,16 @@ class Steady:
     """Decoding steps of a batch whose requests all run."""
 
     seconds: list[float] = field(default_factory=list)  # of each step
+    drafts: list[int] = field(default_factory=list)  # made in each step, for all requests
     tokens: int = 0
-    drafting: Drafting = field(default_factory=Drafting)  # in these steps
+    drafting_seconds: float = 0.0
 
     def add(self, other: Steady) -> None:
         """Take another run's steps in."""
         self.seconds += other.seconds
+        self.drafts += other.drafts
         self.tokens += other.tokens
-        self.drafting.seconds += other.drafting.seconds
-        self.drafting.drafts += other.drafting.drafts
+        self.drafting_seconds += other.drafting_seconds
 
     @property
     def step(self) -> float:
@@ -140,8 +142,7 @@ def measure(
             kept.add(steady(free, prompts, min(arguments.max_tokens, 48), drafting))
         ours.add(steady(bpd, prompts, arguments.max_tokens, drafting))
     steps = {count: kept.step for count, kept in by_count.items()}
-    drafts = ours.drafting.drafts / len(ours.seconds) / size
-    verify = _between(steps, drafts)
+    verify = fmean(_between(steps, drafts / size) for drafts in ours.drafts)
     tokens_per_step = ours.tokens_per_step / size
     possible = tokens_per_step * steps[0] / verify
     reached = tokens_per_step * steps[0] / ours.step
@@ -149,11 +150,11 @@ def measure(
         "step_over_plain_by_drafts": {str(n): t / steps[0] for n, t in steps.items()},
         "plain_step_seconds": steps[0],
         "tokens_per_step": tokens_per_step,
-        "drafts_per_step": drafts,
+        "drafts_per_step": fmean(ours.drafts) / size,
         "possible": possible,
         "reached": reached,
         "reached_over_possible": reached / possible,
-        "drafting_over_verification": ours.drafting.seconds / len(ours.seconds) / verify,
+        "drafting_over_verification": ours.drafting_seconds / len(ours.seconds) / verify,
     }
 
 
@@ -180,8 +181,8 @@ def steady(llm: Any, prompts: list[list[int]], max_tokens: int, drafting: Drafti
         if counted and not ended:
             found.seconds.append(seconds)
             found.tokens += sum(lengths.values()) - before
-            found.drafting.seconds += drafting.seconds - drafted.seconds
-            found.drafting.drafts += drafting.drafts - drafted.drafts
+            found.drafting_seconds += drafting.seconds - drafted.seconds
+            found.drafts.append(drafting.drafts - drafted.drafts)
     return found
 
 
