@@ -6,8 +6,9 @@ make and are always wrong, so that a step that verifies n of them takes t(n); th
 
     possible = tokens a step * t(0) / mean t(n)        reached = its speed / speed without
 
-(not t at the mean n, since t bends). What drafting costs is the time spent in the drafter, over that
-mean. Only decoding steps count. Seconds mean nothing on another machine; ratios are what is compared.
+(not t at the mean n, since t bends). What drafting costs is the time spent in the drafter, over
+that mean. Only decoding steps count. Seconds mean nothing on another machine; ratios are what is
+compared.
 """
 
 from __future__ import annotations
