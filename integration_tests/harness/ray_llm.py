@@ -66,7 +66,21 @@ def ray_environment() -> Iterator[dict[str, str]]:
     try:
         yield environment
     finally:
+        # The engine of a replica that was killed lives on, and is nobody's child.
+        for pid in started_with(f"RAY_TMPDIR={folder}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def started_with(variable: str) -> list[int]:
+    """Ids of the processes whose environment had `variable`, as `NAME=value`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
