@@ -64,13 +64,16 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """The summary as Markdown, a table a temperature. Latencies in milliseconds."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        own = [row for row in rows if row["temperature"] == temperature]
         lines += [
             f"Temperature {temperature:g}:\n",
+            *ratio_table(own),
+            "",
             "| at once | | tokens/s | over no speculation: median (min-max) | mean accepted block "
             "| accepted / drafted | first token, ms | between tokens p50, p99, ms |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for line in summarise([r for r in rows if r["temperature"] == temperature]):
+        for line in summarise(own):
             low, middle, high = line["ratio"]
             lines.append(
                 f"| {line['concurrency']} | {line['contender']} | {line['tokens_per_second']:.0f} "
@@ -80,6 +83,27 @@ def as_markdown(rows: Sequence[Row]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def ratio_table(rows: Sequence[Row]) -> list[str]:
+    """Median speed over no speculation's, a line a contender, a column a level of concurrency.
+
+    The best of a column is bold, no speculation's 1 among them. `rows` are of one temperature.
+    """
+    found = {(line["contender"], line["concurrency"]): line["ratio"][1] for line in summarise(rows)}
+    names, sizes = (dict.fromkeys(key[place] for key in found) for place in (0, 1))
+    best = {size: max(found[name, size] for name in names) for size in sizes}
+    lines = [
+        "| requests at once | " + " | ".join(map(str, sizes)) + " |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for name in names:
+        cells = []
+        for size in sizes:
+            cell = f"{found[name, size]:.2f}"
+            cells.append(f"**{cell}**" if found[name, size] == best[size] else cell)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:

@@ -60,7 +60,10 @@ def test_the_table_has_a_line_for_each_contender_and_level() -> None:
     table = as_markdown(ROWS).splitlines()
     assert "| 1 | bpd | 20 | 2.00 (1.00-3.00) | 2.50 | 0.50 | 20 | 10, 30 |" in table
     assert "| 8 | bpd | 90 | 0.90 (0.90-0.90) | - | - | 20 | 10, 30 |" in table
-    assert len([line for line in table if line.startswith("| ")]) == 5  # 4 and the heading
+    assert "| bpd | **2.00** | 0.90 |" in table
+    assert f"| {PLAIN} | 1.00 | **1.00** |" in table
+    # Four and two lines and their headings.
+    assert len([line for line in table if line.startswith("| ")]) == 8
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
