@@ -84,10 +84,9 @@ class BpdProposer:
         self.tally.count_accepted(texts.request_ids, sampled)
         drafts: list[list[int]] = [[] for _ in sampled]
         rows = last_accepted_rows(sampled, num_draft_tokens)
-        lowest = self._lowest_confidence(len(texts.request_ids))
+        lowest, by_text_alone = self._how_sure(len(texts.request_ids))
         if not rows or num_drafts == 0 or lowest >= 1:
             return drafts
-        by_text_alone = self._heads_rest(len(texts.request_ids))
         if self.model.lattice_weights_PF is None:
             if not by_text_alone:
                 ids_BK = self.model(*self._inputs(sampled, sampled_states_RD, rows))
@@ -105,19 +104,22 @@ class BpdProposer:
             self.tally.note_drafts(texts.request_ids[i], from_context)
         return drafts
 
-    def _lowest_confidence(self, batch_size: int) -> float:
-        """Read anew at every step: `vllm-bpd tune` changes it between runs."""
+    def _how_sure(self, batch_size: int) -> tuple[float, bool]:
+        """The lowest confidence, and whether so many requests run that the heads rest.
+
+        Read anew at every step: `vllm-bpd tune` changes it between runs.
+        """
+        assert self.model is not None
         speculative = self.vllm_config.speculative_config
-        return schedule(
+        wanted = schedule(
             speculative.min_confidence_per_batch_size,
             speculative.min_confidence,
             self.vllm_config.device_config.device_type,
-        ).at(batch_size)
-
-    def _heads_rest(self, batch_size: int) -> bool:
-        """Whether so many requests run that the heads cost more than they give."""
-        most: int | None = self.vllm_config.speculative_config.heads_up_to_batch_size
-        return most is not None and batch_size > most
+        )
+        most: int | None = speculative.heads_up_to_batch_size
+        if most is None and self.model.lattice_weights_PF is not None:
+            most = wanted.heads_up_to
+        return wanted.at(batch_size), most is not None and batch_size > most
 
     @staticmethod
     def _inputs(

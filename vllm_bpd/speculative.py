@@ -76,7 +76,8 @@ class BpdSpeculativeConfig(SpeculativeConfig):
 
     heads_up_to_batch_size: int | None = Field(default=None, ge=0)
     """With more running requests than this, the requests' own texts draft alone and the heads rest:
-    on a busy machine their cost is a good part of a step. None: never. Model runner V1."""
+    on a busy machine their cost is a good part of a step. None: never, but on a CPU where no lowest
+    confidence is given either, above `confidence.ON_CPU.heads_up_to`. Model runner V1."""
 
     provenance: Provenance | None = Field(init=False, default=None)
     """Which heads were found: what workers on other machines need to know. Not to be given."""

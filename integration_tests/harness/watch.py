@@ -195,7 +195,7 @@ def noting_v1(propose: Any, watch: Watch) -> Any:
                 ids=drafts[place],
                 weights_PF=self.model.lattice_weights_PF[:num_drafts],
                 window=speculative.context_window if speculative.context_lookup else 0,
-                least=self._lowest_confidence(len(texts.request_ids)),
+                least=self._how_sure(len(texts.request_ids))[0],
             )
         return drafts
 

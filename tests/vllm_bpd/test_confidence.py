@@ -26,6 +26,7 @@ def test_on_a_cpu_drafts_have_to_be_surer_as_more_requests_run() -> None:
     lowest = [ON_CPU.at(size) for size in range(1, 300)]
     assert lowest == sorted(lowest)
     assert lowest[0] < lowest[-1] < 1
+    assert ON_CPU.heads_up_to in ON_CPU.last_sizes  # alone, the text has to be surer
 
 
 def test_what_is_asked_for_holds_on_a_cpu_too() -> None:

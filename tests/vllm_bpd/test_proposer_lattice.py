@@ -15,7 +15,8 @@ from torch import Tensor, nn
 pytest.importorskip("numba", reason="comes with vLLM")
 
 from tests.vllm_bpd.plain_lattice import continuing_weights
-from vllm_bpd import lattice_host, proposer
+from vllm_bpd import confidence, lattice_host, proposer
+from vllm_bpd.confidence import ConfidenceSchedule
 from vllm_bpd.proposer import BpdProposer, Texts
 
 HIDDEN, HEADS, PLACES = 4, 2, 5
@@ -143,6 +144,17 @@ def test_in_a_large_batch_the_text_drafts_alone() -> None:
     assert drafts(made) == [[7, 8, 9, 5, 6], [], [], [6, 4, 12, 6, 4]]
     assert heads_of(made).batches == []
     assert drafts(make(heads_up_to_batch_size=4)) == drafts(make())
+
+
+def test_on_a_cpu_the_heads_rest_unless_told_how_sure_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unsure = ConfidenceSchedule((1,), (0.0,), heads_up_to=3)
+    monkeypatch.setattr(confidence, "ON_CPU", unsure)
+    made = make(min_confidence=None)
+    assert drafts(made) == drafts(make(heads_up_to_batch_size=3))
+    assert heads_of(made).batches == []
+    assert drafts(make(min_confidence=None, heads_up_to_batch_size=4)) == drafts(make())
 
 
 def test_in_a_large_batch_without_context_lookup_nothing_drafts() -> None:
