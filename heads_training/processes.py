@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,7 +35,9 @@ def main_first() -> Iterator[bool]:
 def leave() -> None:
     """Leave the process group, if there is one; every process calls it, when training is over.
 
-    Threads of a group that is still joined when Python ends may abort the process.
+    The group's threads end with the last reference to it. Threads that still run when Python ends
+    may abort the process, so the caller holds no trainer (its model holds the group) any more.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()  # what holds the group in a cycle
         torch.distributed.destroy_process_group()

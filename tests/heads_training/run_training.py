@@ -33,15 +33,22 @@ def options(folder: Path, mode: str, ray_workers: int = 0) -> TrainConfig:
 
 def main(folder: str, mode: str, work: str, stop: str = "0") -> None:
     """Train from what `work` holds."""
-    config = options(Path(folder), mode)
-    shards = sorted((Path(folder) / "states").glob("*.safetensors"))
-    data = prepare(config, shards, read_rows(str(Path(folder) / "target")))
-    trainer = make_trainer(config, data, Path(work))
-    trainer.add_callback(StopAt(int(stop)))
-    trainer.run()
+    _run(Path(folder), mode, Path(work), int(stop))
     leave()
+    # A thread of the group that outlives it may abort the process when Python ends.
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in threads if "gloo" in name], threads
     # Neither an engine nor Ray is needed to train.
     assert not {"vllm", "ray"} & sys.modules.keys()
+
+
+def _run(folder: Path, mode: str, work: Path, stop: int) -> None:
+    config = options(folder, mode)
+    shards = sorted((folder / "states").glob("*.safetensors"))
+    data = prepare(config, shards, read_rows(str(folder / "target")))
+    trainer = make_trainer(config, data, work)
+    trainer.add_callback(StopAt(stop))
+    trainer.run()
 
 
 if __name__ == "__main__":
