@@ -136,6 +136,14 @@ RUNNERS = (
     ),
     Patch(
         "vllm.v1.sample.rejection_sampler",
+        "sample_recovered_tokens",
+        "(max_spec_len, num_draft_tokens, cu_num_draft_tokens, draft_token_ids, draft_probs, "
+        "target_probs, sampling_metadata, device, use_fp64_gumbel=False)",
+        "vllm_bpd.cpu_sampling:sample_recovered_tokens",
+        "on a CPU noise for requests without drafts takes as long as for those with them",
+    ),
+    Patch(
+        "vllm.v1.sample.rejection_sampler",
         "RejectionSampler.forward",
         "(self, metadata, draft_probs, logits, sampling_metadata)",
         "vllm_bpd.cpu_sampling:verify",

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_bpd.cpu_sampling import apply_sampling_constraints, expand_batch_to_tokens, verify
+from vllm_bpd.cpu_sampling import (
+    apply_sampling_constraints,
+    expand_batch_to_tokens,
+    sample_recovered_tokens,
+    verify,
+)
 
 
 def never(*_: object) -> Tensor:
@@ -45,6 +50,74 @@ def test_no_drafts_no_constraints() -> None:
     logits = torch.zeros(0, 8)
     assert apply_sampling_constraints(never, logits, torch.tensor([0]), None) is logits
     assert apply_sampling_constraints(lambda *_: logits, torch.zeros(1, 8), logits, None) is logits
+
+
+@dataclass
+class Options:
+    generators: dict[int, torch.Generator]
+
+
+def plain_recovered(
+    longest: int,
+    counts: list[int],
+    ends: Tensor,
+    drafts: Tensor,
+    draft_probs: None,
+    probs: Tensor,
+    options: Options,
+    device: torch.device,
+    fp64: bool,
+) -> Tensor:
+    """The engine's rule, written plainly: one draw of noise a request, for each of its drafts."""
+    noise = torch.ones(len(counts), probs.shape[1])
+    for row, generator in options.generators.items():
+        if counts[row]:
+            noise[row].exponential_(generator=generator)
+    starts = [0, *ends.tolist()[:-1]]
+    recovered = torch.empty_like(drafts)
+    for row, (start, end) in enumerate(zip(starts, ends.tolist(), strict=True)):
+        assert end - start == counts[row]
+        for place in range(start, end):
+            weights = probs[place].clone()
+            weights[drafts[place]] = 0
+            recovered[place] = (weights / noise[row]).argmax()
+    return recovered
+
+
+def seeded(rows: list[int]) -> Options:
+    return Options({row: torch.Generator().manual_seed(row) for row in rows})
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 0, 3, 1], [0, 0, 4], [1, 2], [0, 0]])
+def test_requests_without_drafts_change_nothing_for_the_others(counts: list[int]) -> None:
+    """All but the second request are seeded."""
+    ends = torch.tensor(counts).cumsum(0).int()
+    probs = torch.rand(sum(counts), 50, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    drafts = torch.arange(sum(counts))
+    rows = [row for row in range(len(counts)) if row != 1]
+    rest = (max(counts), counts, ends, drafts, None, probs)
+    device, seen = torch.device("cpu"), list[list[int]]()
+
+    def original(longest: int, given: list[int], *others: Any) -> Tensor:
+        seen.append(given)
+        return plain_recovered(longest, given, *others)
+
+    options = seeded(rows)
+    expected = plain_recovered(*rest, options, device, False)
+    found = sample_recovered_tokens(original, *rest, again := seeded(rows), device)
+    assert found.tolist() == expected.tolist()
+    assert seen == [[count for count in counts if count] or counts]
+    for row in rows:  # the next draw is the same too
+        assert again.generators[row].get_state().equal(options.generators[row].get_state())
+
+
+def test_noise_elsewhere_is_the_engines_own() -> None:
+    probs = torch.zeros(2, 8, device="meta")
+    given = sample_recovered_tokens(
+        lambda *arguments: arguments,  # type: ignore[arg-type, return-value]
+        2, [2, 0], probs, probs, None, probs, "options", probs.device, True,
+    )  # fmt: skip
+    assert tuple(given) == (2, [2, 0], probs, probs, None, probs, "options", probs.device, True)
 
 
 @dataclass
