@@ -1,11 +1,11 @@
-"""Holds `benchmarks.roofline` against this machine: what verifying k tokens costs, foretold and
-measured.
+"""Holds `benchmarks.roofline` against this machine: what verifying k tokens and drafting them cost,
+foretold and measured.
 
 Foretold from two rates of one core, measured beside it: bytes a second of an LM-head product with
 one row, and multiplications a second with 256. The step's overhead is what one token of one
 request takes beyond that, the only figure that is fitted. Measured: forwards of a plain target
-over a filled cache, alternately, in CPU seconds, which another job does not lengthen. Only ratios
-mean anything elsewhere.
+over a filled cache, and heads of the shipped shape, alternately, in CPU seconds, which another job
+does not lengthen. Only ratios mean anything elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.roofline import Machine, Model, step_seconds
+from benchmarks.roofline import Heads, Machine, Model, draft_seconds, step_seconds
+from vllm_bpd.config import HeadsConfig, TargetFingerprint
+from vllm_bpd.heads import BlockwiseHeads
 
 _RESULTS = Path(__file__).parent / "results" / "roofline-anchor.json"
 BATCHES = (1, 8)
 BLOCKS = (1, 2, 3, 5, 9)
+DRAFTING = -1  # stands for a block where seconds are looked up
+COUNT, HIDDEN_EACH, SCORED = 4, 560, 8192  # heads, hidden units of each, ids
 
 
 def main() -> None:
@@ -51,7 +55,10 @@ def main() -> None:
     rates: dict[tuple[int, int], Callable[[], object]] = {
         (rows, 0): product(lm_head_VD, rows) for rows in (1, 256)
     }
-    seconds = fastest(works | rates, args.rounds)
+    drafts: dict[tuple[int, int], Callable[[], object]] = {
+        (batch, DRAFTING): drafting(lm_head_VD, batch) for batch in BATCHES
+    }
+    seconds = fastest(works | rates | drafts, args.rounds)
     machine = Machine(
         platform.machine(),
         flops=2 * 256 * lm_head_VD.numel() / seconds[256, 0],
@@ -73,8 +80,9 @@ def main() -> None:
     }
     args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for point in points:
+        what = "drafting" if point["block"] == DRAFTING else f"k {point['block']}"
         print(
-            f"batch {point['batch']}, k {point['block']}: measured {point['measured']:.2f}, "
+            f"batch {point['batch']}, {what}: measured {point['measured']:.2f}, "
             f"foretold {point['foretold']:.2f}"
         )
 
@@ -126,6 +134,21 @@ def product(weight_VD: Tensor, rows: int) -> Callable[[], object]:
     return multiply
 
 
+def drafting(lm_head_VD: Tensor, batch: int) -> Callable[[], object]:
+    """Best ids of heads of the shipped shape, random ones, for `batch` requests."""
+    hidden = lm_head_VD.shape[1]
+    fingerprint = TargetFingerprint("LlamaForCausalLM", 1, hidden, len(lm_head_VD))
+    heads = BlockwiseHeads(HeadsConfig(COUNT, HIDDEN_EACH, fingerprint)).to(lm_head_VD.dtype)
+    scored_VD = lm_head_VD[:SCORED].clone()
+    states_BD = torch.randn(batch, hidden, dtype=lm_head_VD.dtype)
+
+    def draft() -> object:
+        with torch.inference_mode():
+            return torch.nn.functional.linear(heads(states_BD, states_BD), scored_VD).argmax(-1)
+
+    return draft
+
+
 def fastest(
     works: dict[tuple[int, int], Callable[[], object]], rounds: int
 ) -> dict[tuple[int, int], float]:
@@ -142,19 +165,22 @@ def fastest(
 def compare(
     model: Model, machine: Machine, context: int, seconds: dict[tuple[int, int], float]
 ) -> list[dict[str, float]]:
-    """What verifying k tokens costs relative to one, at each batch: measured and foretold."""
+    """Verifying k tokens, and drafting, over a step of one token, at each batch."""
+    heads = Heads(COUNT, COUNT * HIDDEN_EACH, SCORED)
     points = []
     for batch in BATCHES:
         plain = step_seconds(model, machine, batch, 1, context)
-        for block in BLOCKS[1:]:
-            foretold = step_seconds(model, machine, batch, block, context) / plain
-            measured = seconds[batch, block] / seconds[batch, 1]
+        for block in (*BLOCKS[1:], DRAFTING):
+            if block == DRAFTING:
+                foretold = draft_seconds(model, machine, heads, batch)
+            else:
+                foretold = step_seconds(model, machine, batch, block, context)
             points.append(
                 {
                     "batch": batch,
                     "block": block,
-                    "measured": round(measured, 3),
-                    "foretold": round(foretold, 3),
+                    "measured": round(seconds[batch, block] / seconds[batch, 1], 3),
+                    "foretold": round(foretold / plain, 3),
                 }
             )
     return points

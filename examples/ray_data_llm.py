@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-# Every stage takes one of Ray's logical CPUs, on however many real ones.
-LOGICAL_CPUS = 8
+# Every stage takes one of Ray's logical CPUs, on however many real ones, and every engine one.
+CPUS_OF_STAGES = 7
 
 
 def processor(arguments: argparse.Namespace) -> Any:
@@ -69,7 +69,8 @@ def main() -> None:
     """Answer every prompt, and write the answers."""
     arguments = parser().parse_args()
     if arguments.cpu:
-        ray.init(num_cpus=LOGICAL_CPUS, include_dashboard=False, _node_ip_address="127.0.0.1")
+        cpus = CPUS_OF_STAGES + arguments.engines
+        ray.init(num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1")
     try:
         answered = processor(arguments)(ray.data.read_json(arguments.prompts, lines=True))
         answered.write_json(arguments.output)

@@ -19,8 +19,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-# A replica takes two of Ray's logical CPUs and the ingress one; fewer, and something never starts.
-LOGICAL_CPUS = 8
+# Ray's logical CPUs; with fewer, something never starts.
+CPUS_OF_A_REPLICA, CPUS_OF_THE_REST = 2, 2  # the rest: the ingress, and one to spare
 
 
 def speculative_config(heads: str | None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def main() -> None:
     arguments = parser().parse_args()
     if arguments.cpu:
         ray.init(
-            num_cpus=LOGICAL_CPUS,
+            num_cpus=CPUS_OF_A_REPLICA * arguments.max_replicas + CPUS_OF_THE_REST,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _metrics_export_port=arguments.metrics_port,

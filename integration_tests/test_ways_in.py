@@ -76,8 +76,6 @@ def readme_ways(target: str, heads: str, folder: Path) -> dict[str, Any]:
     text = text.replace("MODEL", target).replace("HEADS", heads)
     ways: dict[str, Any] = {}
     for line in re.findall(r"^\$ vllm serve (.*)$", text, flags=re.MULTILINE):
-        if "-parallel-size" in line:  # several devices: `make test-distributed`
-            continue
         if "-parallel-size" in line:  # integration_tests/distributed
             continue
         ways[f"serve {len(ways)}"] = {"argv": shlex.split(line)[1:]}

@@ -25,6 +25,7 @@ def environment(combo: Combo, pretend: bool) -> dict[str, str]:
     """The environment of the engines of `combo`; `pretend` lets a CPU stand in for GPUs."""
     variables = engine_environment(combo)
     del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    variables.pop("RAY_ADDRESS", None)  # each has a Ray of its own
     variables.update(
         VLLM_HOST_IP="127.0.0.1",
         VLLM_LOGGING_STREAM="ext://sys.stderr",

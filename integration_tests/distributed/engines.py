@@ -66,6 +66,7 @@ async def answer(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str
         return {
             "ids": ids,
             "spec": {name: value - before[name] for name, value in counters().items()},
+            "replicas": len(drafting_replicas()),
             "runner": "V2" if engine.vllm_config.use_v2_model_runner else "V1",
             "executor": str(parallel.distributed_executor_backend),
             "async_scheduling": bool(engine.vllm_config.scheduler_config.async_scheduling),
@@ -84,6 +85,17 @@ def counters() -> dict[str, int]:
         if name in found:
             found[name] += int(metric.value)
     return found
+
+
+def drafting_replicas() -> set[str]:
+    """The replicas, as vLLM numbers them, whose drafts were verified so far."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return {
+        metric.labels["engine"]
+        for metric in get_metrics_snapshot()
+        if COUNTERS.get(metric.name) == "drafts" and metric.value > 0
+    }
 
 
 def clean_up() -> None:

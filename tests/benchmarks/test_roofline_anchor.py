@@ -6,24 +6,46 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from benchmarks.roofline import Machine, Model, step_seconds
-from benchmarks.roofline_anchor import BATCHES, BLOCKS, compare, fastest
+from benchmarks.roofline import Heads, Machine, Model, draft_seconds, step_seconds
+from benchmarks.roofline_anchor import (
+    BATCHES,
+    BLOCKS,
+    COUNT,
+    DRAFTING,
+    HIDDEN_EACH,
+    SCORED,
+    compare,
+    drafting,
+    fastest,
+)
 
 TINY = Model("tiny", 3, 4, 2, 1, 2, 8, 10)
 MACHINE = Machine("m", flops=20.0, bandwidth=2.0, overhead=5.0)
 
 
 def test_ratios_are_to_one_token_of_the_same_batch() -> None:
-    seconds = {(batch, block): 1.0 * batch + block for batch in BATCHES for block in BLOCKS}
+    wanted = (*BLOCKS, DRAFTING)
+    seconds = {(batch, block): 1.0 * batch + block for batch in BATCHES for block in wanted}
     points = compare(TINY, MACHINE, 6, seconds)
     assert [(p["batch"], p["block"]) for p in points] == [
-        (batch, block) for batch in BATCHES for block in BLOCKS[1:]
+        (batch, block) for batch in BATCHES for block in wanted[1:]
     ]
-    last = points[-1]
-    assert last["measured"] == round((8 + 9) / (8 + 1), 3)
-    foretold = step_seconds(TINY, MACHINE, 8, 9, 6) / step_seconds(TINY, MACHINE, 8, 1, 6)
-    assert last["foretold"] == round(foretold, 3)
+    verified, drafted = points[-2:]
+    plain = step_seconds(TINY, MACHINE, 8, 1, 6)
+    assert verified["measured"] == round((8 + 9) / (8 + 1), 3)
+    assert verified["foretold"] == round(step_seconds(TINY, MACHINE, 8, 9, 6) / plain, 3)
+    heads = Heads(COUNT, COUNT * HIDDEN_EACH, SCORED)
+    assert drafted["measured"] == round((8 + DRAFTING) / (8 + 1), 3)
+    assert drafted["foretold"] == round(draft_seconds(TINY, MACHINE, heads, 8) / plain, 3)
+
+
+def test_heads_draft_an_id_each() -> None:
+    ids_BK = drafting(torch.randn(SCORED + 8, 12), 3)()
+    assert isinstance(ids_BK, torch.Tensor)
+    assert ids_BK.shape == (3, COUNT)
+    assert int(ids_BK.max()) < SCORED
 
 
 def test_the_quickest_of_all_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
