@@ -37,9 +37,11 @@ def hashed_row_ids(vocab_size: int) -> list[int]:
     return [i * (vocab_size - 1) // max(count - 1, 1) for i in range(count)]
 
 
-def read_fingerprint(folder: Path) -> TargetFingerprint:
+def read_fingerprint(folder: Path, weights: Path | None = None) -> TargetFingerprint:
     """Fingerprint of the target checkpoint in `folder`; its hash is None where no plain LM head
-    is found (a quantised one, or weights that are not safetensors).
+    is found (a quantised one, or weights that are not safetensors, or not there yet).
+
+    `weights` is the folder of its weights, if that is another one.
 
     Raises HeadsError if `config.json` is absent or lacks what every text model has.
     """
@@ -62,9 +64,8 @@ def read_fingerprint(folder: Path) -> TargetFingerprint:
         if not isinstance(value, str if name == "architecture" else int):
             raise HeadsError(f"{path}: {name}: found {shown(value)}; this is no target's config")
     tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings"))
-    return TargetFingerprint(
-        **found, lm_head_hash=lm_head_hash(folder, found["vocab_size"], found["hidden_size"], tied)
-    )
+    digest = lm_head_hash(weights or folder, found["vocab_size"], found["hidden_size"], tied)
+    return TargetFingerprint(**found, lm_head_hash=digest)
 
 
 def lm_head_hash(
