@@ -5,6 +5,7 @@ Built in the front end before any weight is loaded, then sent to every worker.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from vllm.config.utils import config
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_bpd.agreement import Provenance, provenance
-from vllm_bpd.arrival import arrive, plugin_version, send_by_value
+from vllm_bpd.arrival import arrive, plugin_build, plugin_version, send_by_value
 from vllm_bpd.confidence import LARGEST, parse_schedule
 from vllm_bpd.discovery import FoundHeads, find_heads
 from vllm_bpd.entry import download_dir
@@ -129,11 +130,11 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             found.folder,
         )
 
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str | None], dict[str, Any]]:
         """Leave for another process: it must have this very plugin, and says so if not."""
         if "ray" in sys.modules:
             send_by_value()
-        return arrive, (plugin_version(),), self.__dict__
+        return arrive, (plugin_version(), _build()), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process: its runners must be connected before they are built."""
@@ -225,6 +226,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         self.draft_parallel_config = SpeculativeConfig.create_draft_parallel_config(
             self.target_parallel_config, tensor_parallel
         )
+
+
+# Of the sources as they were when the first config left, however often one leaves.
+_build = functools.cache(plugin_build)
 
 
 def connect_runners() -> None:
