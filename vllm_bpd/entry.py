@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +83,14 @@ def _mistake(error: Exception) -> HeadsError | None:
     message = " ".join(first["msg"].removeprefix("Value error, ").split()).rstrip(".")
     if not first["loc"]:  # from within vLLM's own checks of several fields, which it names
         return HeadsError(f"speculative_config: {message}; correct it or leave it out")
-    name = named(".".join(str(part) for part in first["loc"]))
+    from vllm_bpd.speculative import is_foreign, no_meaning
+
+    option = str(first["loc"][0])
+    if is_foreign(option):
+        return no_meaning(option, first["input"])
+    # Behind them pydantic names the types that it tried.
+    places = takewhile(lambda part: isinstance(part, int) or part.isidentifier(), first["loc"][1:])
+    name = ".".join([named(option), *map(str, places)])
     return HeadsError(
         f"{name}: found {shown(first['input'])}; {message}; correct it or leave it out"
     )

@@ -48,4 +48,4 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 def named(name: str) -> str:
     """A name out of a file as it stands in an error's line: plain, unless it would break it."""
-    return name if name.isprintable() and len(name) <= _MOST_SHOWN else shown(name)
+    return name if name and name.isprintable() and len(name) <= _MOST_SHOWN else shown(name)

@@ -146,10 +146,8 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             value = getattr(self, name)
             # `x: int = Field(default=1, ge=0)` keeps pydantic's record where 1 would stand.
             default = getattr(field.default, "default", field.default)
-            if name not in _OUR_FIELDS and value != default and value is not None:
-                raise HeadsError(
-                    f"{name}: found {shown(value)}; it has no meaning for method bpd; leave it out"
-                )
+            if is_foreign(name) and value != default and value is not None:
+                raise no_meaning(name, value)
 
     def _refuse_other_formats(self) -> None:
         """What was checked here is the heads' safetensors; a worker may load nothing else."""
@@ -230,6 +228,18 @@ class BpdSpeculativeConfig(SpeculativeConfig):
 
 # Of the sources as they were when the first config left, however often one leaves.
 _build = functools.cache(plugin_build)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether `name` is a field of SpeculativeConfig that belongs to other methods."""
+    return name in SpeculativeConfig.__dataclass_fields__ and name not in _OUR_FIELDS
+
+
+def no_meaning(name: str, value: object) -> HeadsError:
+    """What is said of a foreign field that is set."""
+    return HeadsError(
+        f"{name}: found {shown(value)}; it has no meaning for method bpd; leave it out"
+    )
 
 
 def connect_runners() -> None:
