@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from vllm_bpd.checkpoint import (
     read_config,
 )
 from vllm_bpd.config import HeadsConfig, TargetFingerprint
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, shown
 from vllm_bpd.fingerprint import explain_mismatch, lm_head_hash, read_fingerprint
 
 HEADS_FOLDER = "bpd_heads"
@@ -126,15 +127,17 @@ def _named(heads: str, revision: str | None, token: str | bool | None) -> FoundH
     if not heads.strip():
         raise HeadsError("model: found an empty name; expected a folder of heads or a hub id")
     path = Path(heads)
-    if path.exists() or path.suffix in PICKLE_SUFFIXES:
+    # Unlike Path.exists, it takes a name too long for the file system.
+    if os.path.exists(heads) or path.suffix in PICKLE_SUFFIXES:
         return FoundHeads(path, read_config(path), f"folder {path}")
     folder = None
     if heads.count("/") == 1 and not heads.startswith((".", "/", "~")):
         folder = from_hub(heads, revision, token, [CONFIG_FILE, WEIGHTS_FILE])
     if folder is None:
         raise HeadsError(
-            f"model: {heads!r} is neither a folder of heads nor a repository that could be had "
-            f"from the hub; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id"
+            f"model: {shown(heads)} is neither a folder of heads nor a repository that could be "
+            f"had from the hub; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or "
+            "a hub id"
         )
     return FoundHeads(folder, read_config(folder), f"hub repository {heads}")
 

@@ -28,7 +28,7 @@ from vllm_bpd.discovery import (
     shipped_names,
     weights_folder,
 )
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, shown
 
 
 @pytest.fixture
@@ -133,10 +133,13 @@ def test_a_named_pickle_is_refused(target: Path, tmp_path: Path, name: str) -> N
     assert "a pickled checkpoint" in refusal(target, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["gone", "./gone", "/gone/heads", "~/heads", "a/b/c", "bdp"])
+@pytest.mark.parametrize(
+    "name",
+    ["gone", "./gone", "/gone/heads", "~/heads", "a/b/c", "bdp", "x" * 999, "a/" + "x" * 999],
+)
 def test_a_name_that_is_nothing_is_refused(target: Path, name: str) -> None:
     message = refusal(target, name)
-    assert message.startswith(f"model: '{name}' is neither a folder of heads nor a repository")
+    assert message.startswith(f"model: {shown(name)} is neither a folder of heads nor a repository")
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-heads", "not a/valid id", "a/..b"])
