@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_bpd.config import MODEL_TYPE, HeadsConfig
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, named, read_json
 from vllm_bpd.heads import BlockwiseHeads
 from vllm_bpd.lattice import NUM_WEIGHTS
 
@@ -59,12 +59,7 @@ def read_config(folder: str | os.PathLike[str]) -> HeadsConfig:
             f"{path}: not found; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, "
             "as `bpd-train` writes it"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise HeadsError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise HeadsError(f"{path}: found {type(values).__name__}; expected a JSON object")
+    values = read_json(path, "JSON")
     try:
         return HeadsConfig.from_dict(values)
     except HeadsError as error:
@@ -87,7 +82,9 @@ def check_weights(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
             for name in sorted(expected.keys() - names):
                 raise HeadsError(f"{path}: {name}: missing; expected shape {expected[name]}")
             for name in sorted(names - expected.keys()):
-                raise HeadsError(f"{path}: {name}: unused; expected only {', '.join(expected)}")
+                raise HeadsError(
+                    f"{path}: {named(name)}: unused; expected only {', '.join(expected)}"
+                )
             for name, shape in expected.items():
                 found = file.get_slice(name)
                 if tuple(found.get_shape()) != shape:
@@ -236,10 +233,10 @@ def require_replaceable(folder: str | os.PathLike[str]) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     try:
-        values = json.loads((target / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        values = None
-    if not isinstance(values, dict) or values.get("model_type") != MODEL_TYPE:
+        model_type = read_json(target / CONFIG_FILE, "JSON").get("model_type")
+    except HeadsError:
+        model_type = None
+    if model_type != MODEL_TYPE:
         raise HeadsError(
             f"{target}: found something other than heads; expected an empty or new folder, or "
             "older heads to replace: name another one, or remove it"

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, shown
 
+# No batch and no text is larger: the engine's own tables count in 32 bits.
+LARGEST = 2**31 - 1
 _FIELD = "min_confidence_per_batch_size"
 _ALMOST_FREE = 0.1  # lowest confidence where verification costs little
 _EXPECTED = "expected entries [first batch size, last, lowest confidence from 0 to 1]"
@@ -62,15 +64,16 @@ def parse_schedule(entries: Sequence[Sequence[float]] | None, default: float) ->
     following = 1
     for entry in entries:
         if len(entry) != 3:
-            raise HeadsError(f"{_FIELD}: found {list(entry)!r}; {_EXPECTED}")
+            raise HeadsError(f"{_FIELD}: found {shown(list(entry))}; {_EXPECTED}")
         first, last, confidence = entry
-        if first != following or last < first or last != int(last):
+        if first != following or not first <= last <= LARGEST or last != int(last):
             raise HeadsError(
-                f"{_FIELD}: found a range from {first:g} to {last:g}; expected one that starts at "
-                f"{following}: ranges start at 1 and follow each other"
+                f"{_FIELD}: found a range from {shown(first)} to {shown(last)}; expected one that "
+                f"starts at {following}: ranges start at 1, follow each other and end at {LARGEST} "
+                "at most"
             )
         if not 0 <= confidence <= 1:
-            raise HeadsError(f"{_FIELD}: found confidence {confidence:g}; {_EXPECTED}")
+            raise HeadsError(f"{_FIELD}: found confidence {shown(confidence)}; {_EXPECTED}")
         last_sizes.append(int(last))
         lowest.append(float(confidence))
         following = int(last) + 1

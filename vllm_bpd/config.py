@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
 
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, named, shown
 
 MODEL_TYPE = "bpd"
 ARCHITECTURE = "BlockwiseHeadsModel"
@@ -25,6 +25,8 @@ Conditioning = Literal["none", "sampled_token"]
 # What transformers itself writes into a config.json; read past, never an error.
 _BOOKKEEPING = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version"}
 
+# Sizes beyond it belong to no model, and their product could not be allocated or even shown.
+_MOST = 2**31 - 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -61,7 +63,7 @@ class HeadsConfig:
         """
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             raise HeadsError(
-                f"format_version: found {self.format_version!r}; this vllm-bpd reads "
+                f"format_version: found {shown(self.format_version)}; this vllm-bpd reads "
                 f"{FORMAT_VERSION}; export the heads again or install the version that wrote them"
             )
         for name in ("num_draft_heads", "head_hidden_size"):
@@ -72,7 +74,7 @@ class HeadsConfig:
         for name, allowed in (("activation", Activation), ("conditioning", Conditioning)):
             if getattr(self, name) not in get_args(allowed):
                 raise HeadsError(
-                    f"{name}: found {getattr(self, name)!r}; expected one of "
+                    f"{name}: found {shown(getattr(self, name))}; expected one of "
                     f"{', '.join(get_args(allowed))}"
                 )
         if self.lattice_places is not None:
@@ -127,14 +129,14 @@ class HeadsConfig:
         """
         if values.get("model_type") != MODEL_TYPE:
             raise HeadsError(
-                f"model_type: found {values.get('model_type')!r}; expected {MODEL_TYPE!r}: "
+                f"model_type: found {shown(values.get('model_type'))}; expected {MODEL_TYPE!r}: "
                 "this is not a checkpoint of blockwise heads"
             )
         own = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
         target = own.pop("target", None)
         if not isinstance(target, dict):
             raise HeadsError(
-                f"target: found {target!r}; expected an object with the fields "
+                f"target: found {shown(target)}; expected an object with the fields "
                 f"{', '.join(f.name for f in fields(TargetFingerprint))}"
             )
         _check_names("target.", TargetFingerprint, target)
@@ -178,20 +180,23 @@ class BpdConfig(PretrainedConfig):
 
 def _require_positive_int(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise HeadsError(f"{name}: found {value!r}; expected a whole number of at least 1")
+        raise HeadsError(f"{name}: found {shown(value)}; expected a whole number of at least 1")
+    if value > _MOST:
+        raise HeadsError(f"{name}: found {shown(value)}; expected at most {_MOST}")
 
 
 def _check_identity(target: TargetFingerprint) -> None:
     """Refuse an architecture that is no name, and a hash that is none of ours."""
     if not isinstance(target.architecture, str) or not target.architecture:
         raise HeadsError(
-            f"target.architecture: found {target.architecture!r}; expected a name, such as "
+            f"target.architecture: found {shown(target.architecture)}; expected a name, such as "
             "LlamaForCausalLM"
         )
     digest = target.lm_head_hash
     if digest is not None and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
         raise HeadsError(
-            f"target.lm_head_hash: found {digest!r}; expected 64 lower-case hex digits, or null"
+            f"target.lm_head_hash: found {shown(digest)}; expected 64 lower-case hex digits, "
+            "or null"
         )
 
 
@@ -202,7 +207,9 @@ def _check_names(prefix: str, record: type, values: dict[str, Any]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            raise HeadsError(f"{prefix}{name}: unknown field; expected {', '.join(known)}{hint}")
+            raise HeadsError(
+                f"{prefix}{named(name)}: unknown field; expected {', '.join(known)}{hint}"
+            )
     for field in fields(record):
         if field.default is MISSING and field.name not in values:
             raise HeadsError(f"{prefix}{field.name}: missing; every heads config must give it")

@@ -80,7 +80,7 @@ def _is_exported(folder: Path) -> bool:
     if config_path.is_file() and (folder / "model.safetensors").is_file():
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             config = None
         if isinstance(config, dict) and _EXPORTED_SHAPE.items() <= config.items():
             return True

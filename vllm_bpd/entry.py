@@ -10,13 +10,19 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, named, shown
 
 METHOD = "bpd"
 logger = logging.getLogger(__name__)
+
+# Where the engine whose config is being made downloads weights to: a speculative config is made
+# before the load config, and is not told.
+download_dir: ContextVar[str | None] = ContextVar("download_dir", default=None)
 
 # Why `bpd` is refused in this process; None where it works.
 _refused: str | None = None
@@ -48,6 +54,7 @@ def create_engine_config(
     """Take the bare word, and show a user's mistake on the command line as one line."""
     if getattr(engine_args, "speculative_config", None) == METHOD:
         engine_args.speculative_config = {"method": METHOD}
+    outside = download_dir.set(getattr(engine_args, "download_dir", None))
     try:
         return original(engine_args, *args, **kwargs)
     except Exception as error:
@@ -57,6 +64,8 @@ def create_engine_config(
         if runs_vllm_command():
             raise SystemExit(f"vllm: error: {mistake}") from None
         raise mistake from None
+    finally:
+        download_dir.reset(outside)
 
 
 def _mistake(error: Exception) -> HeadsError | None:
@@ -71,11 +80,19 @@ def _mistake(error: Exception) -> HeadsError | None:
     if not isinstance(error, ValidationError) or error.title != "BpdSpeculativeConfig":
         return None
     first = error.errors(include_url=False)[0]
-    if not first["loc"]:  # a ValueError from within vLLM's own checks, not a field's
-        return None
-    name = ".".join(str(part) for part in first["loc"])
+    message = " ".join(first["msg"].removeprefix("Value error, ").split()).rstrip(".")
+    if not first["loc"]:  # from within vLLM's own checks of several fields, which it names
+        return HeadsError(f"speculative_config: {message}; correct it or leave it out")
+    from vllm_bpd.speculative import is_foreign, no_meaning
+
+    option = str(first["loc"][0])
+    if is_foreign(option):
+        return no_meaning(option, first["input"])
+    # Behind them pydantic names the types that it tried.
+    places = takewhile(lambda part: isinstance(part, int) or part.isidentifier(), first["loc"][1:])
+    name = ".".join([named(option), *map(str, places)])
     return HeadsError(
-        f"{name}: found {first['input']!r}; {first['msg']}; correct it or leave it out"
+        f"{name}: found {shown(first['input'])}; {message}; correct it or leave it out"
     )
 
 
@@ -174,8 +191,8 @@ def refuse_dynamic_schedule_on_v2(original: Callable[[Any], None], vllm_config: 
     ours = getattr(speculative, "method", None) == METHOD
     if ours and schedule is not None and vllm_config.use_v2_model_runner:
         raise HeadsError(
-            f"num_speculative_tokens_per_batch_size: found {schedule!r}; model runner V2 follows "
-            "no schedule before vLLM 0.32; leave it out, or use model runner V1 "
+            f"num_speculative_tokens_per_batch_size: found {shown(schedule)}; model runner V2 "
+            "follows no schedule before vLLM 0.32; leave it out, or use model runner V1 "
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
     original(vllm_config)

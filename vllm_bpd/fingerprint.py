@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_bpd.config import TargetFingerprint
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json, shown
 
 _HASHED_ROWS = 16
 # Names that architectures give an LM head of its own; without one it is tied to the embedding.
@@ -38,21 +37,21 @@ def hashed_row_ids(vocab_size: int) -> list[int]:
     return [i * (vocab_size - 1) // max(count - 1, 1) for i in range(count)]
 
 
-def read_fingerprint(folder: Path) -> TargetFingerprint:
+def read_fingerprint(folder: Path, weights: Path | None = None) -> TargetFingerprint:
     """Fingerprint of the target checkpoint in `folder`; its hash is None where no plain LM head
-    is found (a quantised one, or weights that are not safetensors).
+    is found (a quantised one, or weights that are not safetensors, or not there yet).
+
+    `weights` is the folder of its weights, if that is another one.
 
     Raises HeadsError if `config.json` is absent or lacks what every text model has.
     """
     path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise HeadsError(f"{path}: not readable as a target's config ({error})") from None
-    if not isinstance(values, dict):
-        raise HeadsError(f"{path}: found {type(values).__name__}; expected a JSON object")
+    values = read_json(path, "a target's config")
     text = values.get("text_config") or values
     architectures = values.get("architectures") or [None]
+    for name, value, kind in (("text_config", text, dict), ("architectures", architectures, list)):
+        if not isinstance(value, kind):
+            raise HeadsError(f"{path}: {name}: found {shown(value)}; this is no target's config")
     found = {
         "architecture": architectures[0],
         "num_hidden_layers": text.get("num_hidden_layers", text.get("n_layer")),
@@ -63,11 +62,10 @@ def read_fingerprint(folder: Path) -> TargetFingerprint:
         if value is None:
             raise HeadsError(f"{path}: {name}: missing; heads can only belong to a known target")
         if not isinstance(value, str if name == "architecture" else int):
-            raise HeadsError(f"{path}: {name}: found {value!r}; this is no target's config")
+            raise HeadsError(f"{path}: {name}: found {shown(value)}; this is no target's config")
     tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings"))
-    return TargetFingerprint(
-        **found, lm_head_hash=lm_head_hash(folder, found["vocab_size"], found["hidden_size"], tied)
-    )
+    digest = lm_head_hash(weights or folder, found["vocab_size"], found["hidden_size"], tied)
+    return TargetFingerprint(**found, lm_head_hash=digest)
 
 
 def lm_head_hash(
@@ -110,8 +108,8 @@ def _all_tensors(folder: Path) -> Iterator[tuple[Path, str]]:
     """File and name of every tensor in `folder`; none of a file that cannot be read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        with contextlib.suppress(HeadsError, KeyError, TypeError, AttributeError):
+            weight_map = read_json(index, "JSON")["weight_map"]
             yield from ((folder / file, name) for name, file in weight_map.items())
         return
     for path in sorted(folder.glob("*.safetensors")):

@@ -7,6 +7,8 @@ P places of the block, F weights of a place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from vllm_bpd.checkpoint import (
     check_lattice_weights,
 )
 from vllm_bpd.config import HeadsConfig
+from vllm_bpd.discovery import check_weights_on_disk, weights_folder
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.few_rows import FewRowsRounded, rounded
 from vllm_bpd.heads import BlockwiseHeads
@@ -152,7 +155,8 @@ class BlockwiseHeadsModel(nn.Module):
 def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHeadsModel:
     """The heads that `vllm_config` names, through vLLM's loader, bound to `target`.
 
-    Raises HeadsError if this machine has others than the front end found, or none.
+    Raises HeadsError if this machine has others than the front end found, or none, or if they were
+    trained for another target than the one loaded.
     """
     from vllm.compilation.backends import set_model_tag
     from vllm.model_executor.model_loader import get_model
@@ -165,9 +169,12 @@ def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHea
         target_load = vllm_config.load_config
         chosen = "dummy" if target_load.load_format == "dummy" else "safetensors"
         load_config = type(target_load)(load_format=chosen)
+    elif load_config.load_format == "auto":  # it would go on to pickles
+        load_config = replace(load_config, load_format="safetensors")
     if load_config.load_format != "dummy":
         folder = speculative.provenance.here(vllm_config.model_config.hf_token)
         speculative.draft_model_config.model = str(folder)
+        _check_loaded_target(vllm_config, folder)
     with set_model_tag("bpd_heads"):
         model = get_model(
             vllm_config=vllm_config,
@@ -181,6 +188,21 @@ def load_heads_model(vllm_config: VllmConfig, target: nn.Module) -> BlockwiseHea
     if model.embed is not None and is_missing(model.embed, vllm_config.device_config.device):
         model.embed = load_embedding(vllm_config)
     return model
+
+
+def _check_loaded_target(vllm_config: VllmConfig, folder: Path) -> None:
+    """Compare the LM head that the heads in `folder` belong to with the one just loaded.
+
+    By the files it was loaded from: in memory it may be split, cast, quantised or packed.
+    """
+    target, load_config = vllm_config.model_config, vllm_config.load_config
+    if load_config.load_format != "dummy":
+        check_weights_on_disk(
+            folder,
+            vllm_config.speculative_config.draft_model_config.hf_config.heads,
+            weights_folder(target.model, target.revision, load_config.download_dir),
+            getattr(target.hf_text_config, "tie_word_embeddings", None),
+        )
 
 
 def _hidden_layer(size: int, out: int, shards: bool, prefix: str) -> nn.Module:

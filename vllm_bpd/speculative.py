@@ -5,6 +5,7 @@ Built in the front end before any weight is loaded, then sent to every worker.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from vllm.config.utils import config
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_bpd.agreement import Provenance, provenance
-from vllm_bpd.arrival import arrive, plugin_version, send_by_value
-from vllm_bpd.confidence import parse_schedule
+from vllm_bpd.arrival import arrive, plugin_build, plugin_version, send_by_value
+from vllm_bpd.confidence import LARGEST, parse_schedule
 from vllm_bpd.discovery import FoundHeads, find_heads
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.entry import download_dir
+from vllm_bpd.errors import HeadsError, shown
 from vllm_bpd.patches import install_runners
 from vllm_bpd.patching import PatchError
 
@@ -46,6 +48,17 @@ _OUR_FIELDS = {
 }
 
 
+# How a worker may load heads: vLLM's loaders of plain safetensors files, and no weights at all.
+HEADS_FORMATS = (
+    "auto",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "dummy",
+)
+
+
 @config
 class BpdSpeculativeConfig(SpeculativeConfig):
     """Serve blockwise heads: `{"method": "bpd", "model": DIR_OR_HUB_ID}`.
@@ -62,10 +75,10 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     """Also draft what followed earlier occurrences of a request's last words, in its own prompt and
     answer. Needs heads with a lattice, as `bpd-train` makes them; without one it has no effect."""
 
-    context_window: int = Field(default=8192, ge=2)
+    context_window: int = Field(default=8192, ge=2, le=LARGEST)
     """How many of a request's last tokens are searched. Bounds the cost for long contexts."""
 
-    min_confidence: float | None = Field(default=None, ge=0, lt=1)
+    min_confidence: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
     """Drafts stop before the one that would be accepted with a lower probability than this. Saves
     verification on model runner V1; V2 always verifies `num_speculative_tokens`. None: 0.1, but
     on a CPU rising with the number of running requests (`confidence.ON_CPU`)."""
@@ -74,7 +87,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     """`min_confidence` by the number of running requests, as `[[1, 4, 0.1], [5, 16, 0.6], [17, 256,
     1.0]]`; 1.0 drafts nothing. What `vllm-bpd tune` writes. The last range goes on for more."""
 
-    heads_up_to_batch_size: int | None = Field(default=None, ge=0)
+    heads_up_to_batch_size: int | None = Field(default=None, ge=0, le=LARGEST)
     """With more running requests than this, the requests' own texts draft alone and the heads rest:
     on a busy machine their cost is a good part of a step. None: never, but on a CPU where no lowest
     confidence is given either, above `confidence.ON_CPU.heads_up_to`. Model runner V1."""
@@ -93,13 +106,19 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         """Find and check the heads; raises HeadsError, one line, for what cannot work."""
         connect_runners()
         self._refuse_foreign_fields()
+        self._refuse_other_formats()
         parse_schedule(self.min_confidence_per_batch_size, default=0.0)  # or refuse it
         target = self.target_model_config
         if target is None:
             raise HeadsError("target_model_config: missing; bpd needs the target's config")
         refuse_target(target)
         found = find_heads(
-            target.model, self.model, self.revision, target.hf_token, target.revision
+            target.model,
+            self.model,
+            self.revision,
+            target.hf_token,
+            target.revision,
+            download_dir.get(),
         )
         self._take_heads(found)
         logger.info(
@@ -111,11 +130,11 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             found.folder,
         )
 
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str | None], dict[str, Any]]:
         """Leave for another process: it must have this very plugin, and says so if not."""
         if "ray" in sys.modules:
             send_by_value()
-        return arrive, (plugin_version(),), self.__dict__
+        return arrive, (plugin_version(), _build()), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process: its runners must be connected before they are built."""
@@ -127,10 +146,17 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             value = getattr(self, name)
             # `x: int = Field(default=1, ge=0)` keeps pydantic's record where 1 would stand.
             default = getattr(field.default, "default", field.default)
-            if name not in _OUR_FIELDS and value != default and value is not None:
-                raise HeadsError(
-                    f"{name}: found {value!r}; it has no meaning for method bpd; leave it out"
-                )
+            if is_foreign(name) and value != default and value is not None:
+                raise no_meaning(name, value)
+
+    def _refuse_other_formats(self) -> None:
+        """What was checked here is the heads' safetensors; a worker may load nothing else."""
+        found = "auto" if self.draft_load_config is None else self.draft_load_config.load_format
+        if found not in HEADS_FORMATS:
+            raise HeadsError(
+                f"draft_load_config: found load_format {shown(found)}; heads are loaded from "
+                f"safetensors only: expected {', '.join(HEADS_FORMATS)}, or leave it out"
+            )
 
     def _check_schedule(self) -> None:
         """The engine checks a dynamic schedule only after the weights are loaded."""
@@ -141,12 +167,12 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             parsed = validate_and_normalize_dynamic_sd_schedule(schedule)
         except (TypeError, ValueError) as error:
             raise HeadsError(
-                f"num_speculative_tokens_per_batch_size: found {schedule!r}; {error}"
+                f"num_speculative_tokens_per_batch_size: found {shown(schedule)}; {error}"
             ) from None
         most = max(drafts for _, _, drafts in parsed)
         if most > self.num_speculative_tokens:
             raise HeadsError(
-                f"num_speculative_tokens_per_batch_size: found {most} drafts; "
+                f"num_speculative_tokens_per_batch_size: found {shown(most)} drafts; "
                 f"num_speculative_tokens is {self.num_speculative_tokens}; give at most that many"
             )
 
@@ -156,6 +182,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = most
         elif self.num_speculative_tokens > most:
+            asked = shown(self.num_speculative_tokens)
             drafts = f"has {heads.num_draft_heads} heads"
             if most > heads.num_draft_heads:
                 drafts += f" and a lattice of {most} places"
@@ -163,7 +190,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             if heads.max_drafts > most:
                 more = f"or up to {heads.max_drafts} with context_lookup: true"
             raise HeadsError(
-                f"num_speculative_tokens: found {self.num_speculative_tokens}; the checkpoint in "
+                f"num_speculative_tokens: found {asked}; the checkpoint in "
                 f"{found.folder} {drafts}; give at most {most}, {more}"
             )
         self._check_schedule()
@@ -188,14 +215,31 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         self.draft_model_config.max_model_len = target.max_model_len + self.num_speculative_tokens
         tensor_parallel = self.target_parallel_config.tensor_parallel_size
         if self.draft_tensor_parallel_size not in (None, tensor_parallel):
+            asked = shown(self.draft_tensor_parallel_size)
             raise HeadsError(
-                f"draft_tensor_parallel_size: found {self.draft_tensor_parallel_size}; heads share "
-                f"the target's vocabulary projection, hence its {tensor_parallel}; leave it out"
+                f"draft_tensor_parallel_size: found {asked}; heads share the target's vocabulary "
+                f"projection, hence its {tensor_parallel}; leave it out"
             )
         self.draft_tensor_parallel_size = tensor_parallel
         self.draft_parallel_config = SpeculativeConfig.create_draft_parallel_config(
             self.target_parallel_config, tensor_parallel
         )
+
+
+# Of the sources as they were when the first config left, however often one leaves.
+_build = functools.cache(plugin_build)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether `name` is a field of SpeculativeConfig that belongs to other methods."""
+    return name in SpeculativeConfig.__dataclass_fields__ and name not in _OUR_FIELDS
+
+
+def no_meaning(name: str, value: object) -> HeadsError:
+    """What is said of a foreign field that is set."""
+    return HeadsError(
+        f"{name}: found {shown(value)}; it has no meaning for method bpd; leave it out"
+    )
 
 
 def connect_runners() -> None:

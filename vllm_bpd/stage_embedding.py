@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_bpd.discovery import resolve_target
+from vllm_bpd.discovery import weights_folder
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.fingerprint import stored_embedding
 
@@ -38,7 +38,7 @@ def load_embedding(vllm_config: VllmConfig) -> Any:
         table: Any = VocabParallelEmbedding(rows, width, params_dtype=target.dtype)
     if vllm_config.load_config.load_format == "dummy":
         return table
-    folder = resolve_target(target.model, target.revision)
+    folder = weights_folder(target.model, target.revision, vllm_config.load_config.download_dir)
     stored = None if folder is None else stored_embedding(folder, rows, width)
     if stored is None:
         raise HeadsError(

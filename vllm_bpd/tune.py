@@ -231,13 +231,13 @@ def _prompts(arguments: argparse.Namespace) -> list[list[int]]:
 def _read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise HeadsError(f"prompts: {path}: {error.strerror}; expected a JSONL file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadsError(f"prompts: {path}: {error}; expected a JSONL file") from None
     texts = []
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise HeadsError(f"prompts: {path}:{number}: expected an object with a text `prompt`")

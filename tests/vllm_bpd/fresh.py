@@ -375,7 +375,9 @@ def drafted_on_rank(
     return results
 
 
-def embedded_on_rank(rank: int, size: int, folder: str, target: str, ids: list[int]) -> Any:
+def embedded_on_rank(
+    rank: int, size: int, folder: str, target: str, ids: list[int], download_dir: str | None = None
+) -> Any:
     """What the embedding of a stage that lacks one gives for `ids`, and a stage's placeholder."""
     from types import SimpleNamespace
 
@@ -389,7 +391,7 @@ def embedded_on_rank(rank: int, size: int, folder: str, target: str, ids: list[i
     wanted: Any = SimpleNamespace(
         model_config=SimpleNamespace(model=target, revision=None, dtype=torch.float32, **shape),
         device_config=SimpleNamespace(device=device),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=download_dir),
     )
     table = load_embedding(wanted)
     missing = is_missing(PPMissingLayer(), device), is_missing(table, device)

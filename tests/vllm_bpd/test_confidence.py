@@ -52,6 +52,14 @@ def test_elsewhere_verification_is_taken_to_cost_little() -> None:
         ([[1, 4, 1.1]], "found confidence 1.1"),
         ([[1, 4, -0.1]], "found confidence -0.1"),
         ([[1, 4, float("nan")]], "found confidence nan"),
+        ([[1, 4, float("inf")]], "found confidence inf"),
+        ([[1, 4, 10**400]], "found confidence 1000"),
+        ([[10**400, 5, 0.1]], "found a range from 1000"),
+        ([[1, 10**400, 0.1]], "found a range from 1 to 1000"),
+        ([[10**5000, 5, 0.1]], "found a range from a value of type int too large to show to 5"),
+        ([[1, float("inf"), 0.1]], "found a range from 1 to inf"),
+        ([[1, float("nan"), 0.1]], "found a range from 1 to nan"),
+        ([[float("nan"), 4, 0.1]], "found a range from nan to 4"),
     ],
 )
 def test_a_wrong_schedule_is_refused_in_one_line(entries: Any, found: str) -> None:

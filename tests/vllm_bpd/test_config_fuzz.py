@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,27 +15,39 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="the options are vLLM's")
 
-from pydantic import ValidationError
 from vllm import EngineArgs
 from vllm.config import SpeculativeConfig
 
 import vllm_bpd
-from tests.vllm_bpd.samples import heads_config, write_heads, write_target
+from tests.vllm_bpd.samples import heads_config, one_line, write_heads, write_target
+from vllm_bpd.checkpoint import expected_tensors
 from vllm_bpd.config import HeadsConfig, TargetFingerprint
-from vllm_bpd.errors import HeadsError
-from vllm_bpd.speculative import BpdSpeculativeConfig
+from vllm_bpd.errors import HeadsError, named
+from vllm_bpd.speculative import HEADS_FORMATS, BpdSpeculativeConfig
 
 pytestmark = pytest.mark.row("config fuzz")
 
 ROUNDS = settings(
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
-NAMES = sorted(field.name for field in fields(SpeculativeConfig))
+NAMES = sorted(field.name for field in fields(BpdSpeculativeConfig))
+OWN_OPTIONS = sorted(set(NAMES) - {field.name for field in fields(SpeculativeConfig)})
 # What the engine fills in by itself; a user cannot reach these through a dict.
 INTERNAL = ("target_model_config", "target_parallel_config", "draft_model_config",
             "draft_parallel_config")  # fmt: skip
 ASKED = [name for name in NAMES if name not in INTERNAL and name != "method"]
+NASTY = st.sampled_from(
+    [
+        *(sign * size for sign in (1, -1) for size in (2**31, 2**63, 2**64, 10**400, 10**5000)),
+        *(float(name) for name in ("nan", "inf", "-inf", "1e308", "-0.0", "5e-324")),
+        [[[[[]]]]],
+        [10**5000],
+        "\n",
+        "x" * 1000,
+    ]
+)
 PLAIN = st.one_of(
+    NASTY,
     st.none(),
     st.booleans(),
     st.integers(-3, 9),
@@ -45,13 +58,30 @@ PLAIN = st.one_of(
 )
 SCHEDULES = st.lists(st.lists(st.integers(-1, 9), min_size=1, max_size=4), max_size=3)
 VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(st.text(max_size=4), PLAIN))
+NUMBERS = st.one_of(st.integers(-1, 9), st.floats(0, 1), NASTY)
+CONFIDENCES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 3), st.integers(1, 9), st.floats(0, 1)).map(list),
+        st.lists(NUMBERS, min_size=2, max_size=4),
+    ),
+    max_size=2,
+)
+FORMATS = st.sampled_from([*HEADS_FORMATS, "pt", "npcache", "gguf", "PT", "Auto", ""])
 OPTIONS = st.dictionaries(
     st.one_of(st.sampled_from(ASKED), st.text(max_size=6)), VALUES, max_size=3
 )
 LIKELY = st.fixed_dictionaries(
     {},
     optional={
-        "num_speculative_tokens": st.one_of(st.integers(-1, 5), PLAIN),
+        "context_lookup": PLAIN,
+        "context_window": NUMBERS,
+        "min_confidence": NUMBERS,
+        "min_confidence_per_batch_size": st.one_of(CONFIDENCES, VALUES),
+        "heads_up_to_batch_size": NUMBERS,
+        "draft_load_config": st.one_of(
+            st.fixed_dictionaries({"load_format": st.one_of(FORMATS, PLAIN)}), VALUES
+        ),
+        "num_speculative_tokens": st.one_of(st.integers(-1, 9), PLAIN),
         "num_speculative_tokens_per_batch_size": st.one_of(SCHEDULES, PLAIN),
         "enforce_eager": PLAIN,
         "draft_tensor_parallel_size": PLAIN,
@@ -65,11 +95,12 @@ LIKELY = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and three heads for it."""
+    """A target and for it three heads, without and with a lattice of eight places."""
     vllm_bpd.register()
     folder = tmp_path_factory.mktemp("fuzz")
     write_target(folder / "target")
     write_heads(folder / "heads", folder / "target")
+    write_heads(folder / "lattice", folder / "target", lattice_places=8)
     return folder
 
 
@@ -84,33 +115,60 @@ def attempt(folder: Path, heads: Path, options: dict[str, Any]) -> Any:
         ).create_engine_config().speculative_config  # fmt: skip
     except HeadsError as error:
         return error
-    except ValidationError as error:  # a refusal of vLLM's own checks, in its own words
-        if [one["type"] for one in error.errors(include_url=False)] != ["value_error"]:
-            raise
-        return error
 
 
-def check(outcome: Any) -> None:
-    """A config that serves one to three heads, or an error of one line."""
-    if isinstance(outcome, HeadsError):
-        message = str(outcome)
-        assert message
-        assert "\n" not in message, message
-        assert ":" in message
+# What an error may name: an option, a field of config.json, a tensor.
+FIELDS = {
+    *NAMES,
+    *(field.name for field in fields(HeadsConfig)),
+    *(f"target.{field.name}" for field in fields(TargetFingerprint)),
+    *(field.name for field in fields(TargetFingerprint)),
+    *("model_type", "target", "format_version"),
+    *expected_tensors(heads_config(draft_vocab_size=3, lattice_places=3)),
+}
+
+
+def check(outcome: Any, heads: Path, given: dict[str, Any], most: int = 3) -> None:
+    """A config that drafts one to `most` tokens, or our error: one short line naming a field.
+
+    An error of Python's, or of pydantic's, is none: it would have been raised.
+    """
+    if not isinstance(outcome, HeadsError):
+        assert isinstance(outcome, BpdSpeculativeConfig)
+        assert 1 <= (outcome.num_speculative_tokens or 0) <= most
         return
-    if isinstance(outcome, ValidationError):
+    message = one_line(outcome)
+    assert len(message) < 1000, message
+    for prefix in ("config.json", "model.safetensors"):
+        message = message.removeprefix(f"{heads / prefix}: ")
+    message = message.removeprefix(f"{heads}: these heads belong to another target; ")
+    if message.startswith("speculative_config: "):  # of vLLM's checks: the field is anywhere in it
+        assert any(re.search(rf"\b{name}\b", message) for name in NAMES), message
         return
-    assert isinstance(outcome, BpdSpeculativeConfig)
-    assert 1 <= (outcome.num_speculative_tokens or 0) <= 3
+    names = FIELDS | {named(name) for name in given} | {
+        named(name.replace("-", "_")) for name in given
+    }  # fmt: skip
+    names |= {f"target.{name}" for name in names}
+    assert any(re.match(rf"{re.escape(name)}(\.|: )", message) for name in names), message
 
 
 @ROUNDS
-@given(options=st.one_of(OPTIONS, LIKELY))
-@example(options={})
-@example(options={"num_speculative_tokens": 1 << 40})
-@example(options={"model": ["a"]})
-def test_any_options(folder: Path, options: dict[str, Any]) -> None:
-    check(attempt(folder, folder / "heads", options))
+@given(options=st.one_of(OPTIONS, LIKELY), heads=st.sampled_from(["heads", "lattice"]))
+@example(options={}, heads="heads")
+@example(options={}, heads="lattice")
+@example(options={"num_speculative_tokens": 1 << 40}, heads="heads")
+@example(options={"model": ["a"]}, heads="heads")
+@example(options={"model": "x" * 1000}, heads="heads")
+@example(options={"model": "a/" + "x" * 1000, "revision": "x" * 1000}, heads="heads")
+@example(options={"model": "a\0b"}, heads="heads")
+@example(options={"model": "a/b", "revision": "a\0b"}, heads="heads")
+@example(options={"min_confidence_per_batch_size": [[10**400, 5, 0.1]]}, heads="lattice")
+@example(options={"context_window": 2**64}, heads="lattice")
+@example(options={"draft_load_config": {"load_format": "pt"}}, heads="heads")
+@example(options={"num_speculative_tokens": 10**5000}, heads="heads")
+def test_any_options(folder: Path, options: dict[str, Any], heads: str) -> None:
+    outcome = attempt(folder, folder / heads, options)
+    check(outcome, folder / heads, options, 8 if heads == "lattice" else 3)
 
 
 OWN = [*(f.name for f in fields(HeadsConfig)), *(f.name for f in fields(TargetFingerprint)), "x"]
@@ -121,22 +179,28 @@ OWN = [*(f.name for f in fields(HeadsConfig)), *(f.name for f in fields(TargetFi
     changes=st.dictionaries(st.sampled_from(OWN), VALUES, max_size=3),
     removed=st.sets(st.sampled_from(OWN), max_size=2),
     inside=st.booleans(),
+    base=st.sampled_from(["heads", "lattice"]),
 )
 def test_any_heads_config(
-    folder: Path, changes: dict[str, Any], removed: set[str], inside: bool
+    folder: Path, changes: dict[str, Any], removed: set[str], inside: bool, base: str
 ) -> None:
     """Fields of config.json replaced, added or taken away, at the top or inside `target`."""
     heads = folder / "changed"
-    shutil.copytree(folder / "heads", heads, dirs_exist_ok=True)
-    config = json.loads((folder / "heads" / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(folder / base, heads, dirs_exist_ok=True)
+    config = json.loads((folder / base / "config.json").read_text(encoding="utf-8"))
     place = config["target"] if inside else config
     place.update(changes)
     for name in removed:
         place.pop(name, None)
-    (heads / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    check(attempt(folder, heads, {}))
+    try:
+        text = json.dumps(config)
+    except ValueError:  # an integer that Python does not write
+        return
+    (heads / "config.json").write_text(text, encoding="utf-8")
+    check(attempt(folder, heads, {}), heads, changes, 9)
 
 
 def test_the_fields_drawn_from_are_there() -> None:
     assert asdict(heads_config()).keys() <= set(OWN)
     assert "num_speculative_tokens" in ASKED
+    assert {"context_window", "min_confidence_per_batch_size"} < set(OWN_OPTIONS) <= set(ASKED)

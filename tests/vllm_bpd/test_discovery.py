@@ -9,11 +9,26 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_bpd.samples import one_line, write_heads, write_target
+from tests.vllm_bpd.samples import (
+    HIDDEN,
+    LM_HEAD,
+    VOCAB,
+    one_line,
+    random_matrix,
+    write_heads,
+    write_target,
+)
 from vllm_bpd import discovery
 from vllm_bpd.checkpoint import WEIGHTS_FILE, check_weights, read_config
-from vllm_bpd.discovery import HEADS_FOLDER, find_heads, resolve_target, shipped_names
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.discovery import (
+    HEADS_FOLDER,
+    check_weights_on_disk,
+    find_heads,
+    resolve_target,
+    shipped_names,
+    weights_folder,
+)
+from vllm_bpd.errors import HeadsError, shown
 
 
 @pytest.fixture
@@ -118,10 +133,13 @@ def test_a_named_pickle_is_refused(target: Path, tmp_path: Path, name: str) -> N
     assert "a pickled checkpoint" in refusal(target, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["gone", "./gone", "/gone/heads", "~/heads", "a/b/c", "bdp"])
+@pytest.mark.parametrize(
+    "name",
+    ["gone", "./gone", "/gone/heads", "~/heads", "a/b/c", "bdp", "x" * 999, "a/" + "x" * 999],
+)
 def test_a_name_that_is_nothing_is_refused(target: Path, name: str) -> None:
     message = refusal(target, name)
-    assert message.startswith(f"model: '{name}' is neither a folder of heads nor a repository")
+    assert message.startswith(f"model: {shown(name)} is neither a folder of heads nor a repository")
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-heads", "not a/valid id", "a/..b"])
@@ -178,6 +196,87 @@ def test_each_revision_is_its_own(hub: Path, tmp_path: Path) -> None:
     found = find_heads("me/model", "me/heads", "v2", target_revision="deeper")
     assert found.config.num_draft_heads == 2
     assert "num_hidden_layers" in refusal("me/model", "me/heads")
+
+
+@pytest.fixture
+def undownloaded(hub: Path, tmp_path: Path, target: Path) -> Path:
+    """The weights of me/model, of whose files the hub's cache has config.json alone."""
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_bytes((target / "config.json").read_bytes())
+    cache(hub, "me/model", {"main": config})
+    return target / WEIGHTS_FILE
+
+
+def test_heads_of_other_weights_are_refused_once_those_are_on_disk(
+    hub: Path, tmp_path: Path, undownloaded: Path
+) -> None:
+    """At a first start the engine downloads weights after it has found the heads."""
+    other = write_target(tmp_path / "other", {LM_HEAD: random_matrix(VOCAB, HIDDEN, seed=9)})
+    heads = write_heads(tmp_path / "heads", other)
+    found = find_heads("me/model", str(heads))
+    folder = weights_folder("me/model")
+    assert folder is not None
+    check_weights_on_disk(heads, found.config, folder, tied=False)  # nothing to compare
+    check_weights_on_disk(heads, found.config, None, tied=False)
+    undownloaded.rename(folder / WEIGHTS_FILE)
+    with pytest.raises(HeadsError) as caught:
+        check_weights_on_disk(heads, found.config, folder, tied=False)
+    message = one_line(caught.value)
+    assert message.startswith(f"{heads}: these heads belong to another target; lm_head_hash: ")
+    assert message == refusal("me/model", heads)  # as at the second start
+    check_weights_on_disk(other, read_config(write_heads(tmp_path / "own", folder)), folder, False)
+
+
+@pytest.mark.parametrize(
+    ("revision", "download_dir", "options"),
+    [(None, None, ""), ("main", "/weights", " --revision main --cache-dir /weights")],
+)
+def test_shipped_heads_wait_for_weights_that_are_not_downloaded(
+    hub: Path,
+    tmp_path: Path,
+    shipped: Path,
+    undownloaded: Path,
+    revision: str | None,
+    download_dir: str | None,
+    options: str,
+) -> None:
+    write_heads(shipped / "other", write_target(tmp_path / "other", {}, num_hidden_layers=3))
+    with pytest.raises(HeadsError, match="no heads found for me/model; looked in"):
+        find_heads("me/model")  # none that the weights could speak for
+    write_heads(shipped / "tiny", undownloaded.parent)
+    with pytest.raises(HeadsError) as caught:
+        find_heads("me/model", target_revision=revision, download_dir=download_dir)
+    assert one_line(caught.value) == (
+        "model: no heads found for me/model: whether those shipped as tiny are its own shows in "
+        f"its weights, which are not downloaded yet; run `hf download me/model{options}` and "
+        'start again, or name heads as {"method": "bpd", "model": "DIR_OR_HUB_ID"}'
+    )
+    folder = weights_folder("me/model")
+    assert folder is not None
+    undownloaded.rename(folder / WEIGHTS_FILE)
+    assert find_heads("me/model").source == "shipped with vllm-bpd as tiny"
+
+
+def test_weights_are_looked_for_where_the_engine_puts_them(
+    hub: Path, tmp_path: Path, shipped: Path, undownloaded: Path
+) -> None:
+    """With --download-dir the hub's own cache has config.json, and the folder has the weights."""
+    write_heads(shipped / "tiny", undownloaded.parent)
+    weights, newer = tmp_path / "weights", tmp_path / "newer"
+    for folder in (weights, newer):
+        folder.mkdir()
+    undownloaded.rename(weights / WEIGHTS_FILE)
+    elsewhere = tmp_path / "elsewhere"
+    assert weights_folder("me/model", None, str(elsewhere)) == resolve_target("me/model")
+    cache(elsewhere, "me/model", {"old": weights, "main": newer})
+    found = weights_folder("me/model", None, str(elsewhere))
+    assert found == elsewhere / "models--me--model" / "snapshots" / ("1" * 40)  # config's commit
+    assert find_heads("me/model", download_dir=str(elsewhere)).config.num_draft_heads == 3
+    (hub / "models--me--model" / "refs" / "main").unlink()  # a worker's machine: no config.json
+    found = weights_folder("me/model", None, str(elsewhere))
+    assert found == elsewhere / "models--me--model" / "snapshots" / ("2" * 40)
+    assert weights_folder(str(tmp_path), None, str(elsewhere)) == tmp_path
 
 
 def test_shipped_heads_are_sound() -> None:

@@ -21,8 +21,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_bpd
 from tests.vllm_bpd.samples import one_line, write_heads, write_target
 from vllm_bpd import entry
+from vllm_bpd import speculative as speculative_module
 from vllm_bpd.config import ARCHITECTURE, BpdConfig
-from vllm_bpd.discovery import HEADS_FOLDER
+from vllm_bpd.discovery import HEADS_FOLDER, find_heads
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.speculative import BpdSpeculativeConfig
 
@@ -178,6 +179,56 @@ def test_what_pydantic_refuses_is_one_line_too(target: Path, name: str, value: A
     with pytest.raises(HeadsError) as caught:
         arguments.create_engine_config()
     assert one_line(caught.value).startswith(f"{name}: found {value!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("context_window", 2**64, "18446744073709551616"),
+        ("min_confidence", 10**400, "1000"),
+        ("x\ny", 1, "1"),
+    ],
+)
+def test_nasty_names_and_values_stay_one_short_line(
+    target: Path, name: str, value: Any, shown: str
+) -> None:
+    arguments = EngineArgs(
+        model=str(target), speculative_config={"method": "bpd", name: value}, **COMMON
+    )
+    with pytest.raises(HeadsError) as caught:
+        arguments.create_engine_config()
+    message = one_line(caught.value)
+    assert message.startswith(f"{name if name.isprintable() else repr(name)}: found {shown}")
+    assert len(message) < 400
+
+
+def test_a_mistake_that_vllm_finds_in_several_fields_is_one_line(target: Path) -> None:
+    speculative = {"method": "bpd", "synthetic_acceptance_length": 2.5}
+    with pytest.raises(HeadsError) as caught:
+        EngineArgs(
+            model=str(target), speculative_config=speculative, **COMMON
+        ).create_engine_config()
+    message = one_line(caught.value)
+    assert message.startswith("speculative_config: synthetic_acceptance_rates / synthetic_acc")
+    assert message.endswith("; correct it or leave it out")
+
+
+def test_weights_are_looked_for_in_the_engines_download_dir(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def find(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return find_heads(*arguments)
+
+    monkeypatch.setattr(speculative_module, "find_heads", find)
+    for folder in (str(tmp_path), None):
+        EngineArgs(
+            model=str(target), speculative_config="bpd", download_dir=folder, **COMMON
+        ).create_engine_config()
+    assert asked == [str(tmp_path), None]
+    assert entry.download_dir.get() is None
 
 
 def test_mistakes_of_other_methods_stay_vllms_own(target: Path) -> None:

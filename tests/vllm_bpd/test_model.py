@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="the model is made of vLLM's layers")
 
+from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
 
 from tests.vllm_bpd.fresh import head_states_on_rank, load_refusals, run_fresh
@@ -21,8 +22,11 @@ from tests.vllm_bpd.samples import (
     fingerprint,
     heads_config,
     lattice_weights,
+    one_line,
     random_heads,
+    write_target,
 )
+from vllm_bpd import model as model_module
 from vllm_bpd.checkpoint import LATTICE_WEIGHTS
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.few_rows import FewRowsRounded
@@ -208,20 +212,31 @@ def test_heads_are_loaded_from_where_this_machine_has_the_front_ends(
 
     found: Any = SimpleNamespace(
         provenance=SimpleNamespace(here=here),
-        draft_model_config=SimpleNamespace(model="/there"),
+        draft_model_config=SimpleNamespace(
+            model="/there", hf_config=SimpleNamespace(heads=heads_config())
+        ),
         draft_load_config=SimpleNamespace(load_format="safetensors"),
     )
     config: Any = SimpleNamespace(
         speculative_config=found,
-        model_config=SimpleNamespace(hf_token="a token"),
+        model_config=SimpleNamespace(
+            hf_token="a token",
+            model="/target",
+            revision=None,
+            hf_text_config=SimpleNamespace(tie_word_embeddings=False),
+        ),
+        load_config=SimpleNamespace(load_format="auto", download_dir="/weights"),
         device_config=SimpleNamespace(device="cpu"),
     )
     loaded, _ = plain_model(heads_config())
     loaded.bind = lambda target: None
     from_folders = []
 
-    def get_model(model_config: Any, **_: Any) -> Any:
+    formats = []
+
+    def get_model(model_config: Any, load_config: Any, **_: Any) -> Any:
         from_folders.append(model_config.model)
+        formats.append(load_config.load_format)
         return loaded
 
     monkeypatch.setattr(model_loader, "get_model", get_model)
@@ -230,3 +245,53 @@ def test_heads_are_loaded_from_where_this_machine_has_the_front_ends(
     found.draft_load_config.load_format = "dummy"  # no file is read
     load_heads_model(config, nn.Module())
     assert asked == ["a token"]
+    assert formats == ["safetensors", "dummy"]
+    found.draft_load_config = LoadConfig()  # "auto"
+    load_heads_model(config, nn.Module())
+    assert formats[2:] == ["safetensors"]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("download_dir", [None, "/weights"])
+def test_heads_are_compared_with_the_weights_that_were_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load_format: str, download_dir: str | None
+) -> None:
+    """The front end cannot where the hub's files were not downloaded yet."""
+    target = write_target(tmp_path / "target")
+    asked = []
+
+    def weights(*arguments: Any) -> Path:
+        asked.append(arguments)
+        return target
+
+    def get_model(**_: Any) -> Any:
+        raise AssertionError("loaded heads of another target")
+
+    monkeypatch.setattr(model_module, "weights_folder", weights)
+    monkeypatch.setattr(model_loader, "get_model", get_model)
+    speculative = SimpleNamespace(
+        provenance=SimpleNamespace(here=lambda token: Path("/heads")),
+        draft_model_config=SimpleNamespace(
+            model="/heads", hf_config=SimpleNamespace(heads=heads_config())
+        ),
+        draft_load_config=SimpleNamespace(load_format="safetensors"),
+    )
+    config: Any = SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(
+            hf_token=None, model="me/model", revision="v2", hf_text_config=SimpleNamespace()
+        ),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=download_dir),
+    )
+    if load_format == "dummy":
+        with pytest.raises(AssertionError, match="loaded heads"):
+            load_heads_model(config, nn.Module())
+        assert not asked
+        return
+    with pytest.raises(HeadsError) as caught:
+        load_heads_model(config, nn.Module())
+    assert one_line(caught.value).startswith(
+        "/heads: these heads belong to another target; lm_head_hash: the heads were trained for "
+        "000000000000, this target has "
+    )
+    assert asked == [("me/model", "v2", download_dir)]

@@ -28,7 +28,12 @@ from vllm_bpd import speculative
 from vllm_bpd.checkpoint import read_config
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.patching import PatchError
-from vllm_bpd.speculative import _OUR_FIELDS, BpdSpeculativeConfig, refuse_target
+from vllm_bpd.speculative import (
+    _OUR_FIELDS,
+    HEADS_FORMATS,
+    BpdSpeculativeConfig,
+    refuse_target,
+)
 
 Make = Callable[..., Any]
 
@@ -158,6 +163,20 @@ def test_our_fields_are_fields_and_no_others_are_ours() -> None:
     assert {f.name for f in dataclasses.fields(SpeculativeConfig)} >= _OUR_FIELDS
 
 
+@pytest.mark.parametrize(
+    "found", ["pt", "npcache", "mistral", "tensorizer", "sharded_state", "gguf", "x" * 999]
+)
+def test_heads_are_loaded_from_safetensors_only(make: Make, found: str) -> None:
+    message = refusal(lambda: make(draft_load_config={"load_format": found}))
+    assert message.startswith(f"draft_load_config: found load_format '{found[:100]}")
+    assert "heads are loaded from safetensors only: expected auto, safetensors, " in message
+
+
+@pytest.mark.parametrize("found", HEADS_FORMATS)
+def test_loaders_of_safetensors_are_taken(make: Make, found: str) -> None:
+    assert make(draft_load_config={"load_format": found}).draft_load_config.load_format == found
+
+
 def test_an_unknown_field_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="heads_folder"):
         make(heads_folder="x")
@@ -246,7 +265,7 @@ def test_discovery_is_told_both_revisions(make: Make, monkeypatch: pytest.Monkey
     monkeypatch.setattr(speculative, "find_heads", find)
     with pytest.raises(HeadsError, match="enough"):
         make(model="me/heads", revision="of the heads", target_model_config=target)
-    assert asked == [(target.model, "me/heads", "of the heads", "a token", "of the target")]
+    assert asked == [(target.model, "me/heads", "of the heads", "a token", "of the target", None)]
 
 
 KINDS = {

@@ -98,6 +98,11 @@ def test_context_is_looked_up_unless_told(lattice: Make) -> None:
         ("context_window", 1),
         ("context_window", -3),
         ("context_window", 2.5),
+        ("context_window", 2**31),
+        ("context_window", 2**64),
+        ("heads_up_to_batch_size", 2**31),
+        ("min_confidence", float("nan")),
+        ("min_confidence", float("inf")),
         ("min_confidence", 1),
         ("min_confidence", -0.1),
         ("min_confidence", "high"),
@@ -109,6 +114,25 @@ def test_impossible_values_of_the_lattices_fields_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=f"1 validation error for .*\n{field}\n"):
         lattice(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_speculative_tokens": 10**400},
+        {"draft_tensor_parallel_size": 10**400},
+        {"tensor_parallel_size": 10**400},
+        {"num_speculative_tokens_per_batch_size": [(1, 4, 10**400)]},
+        {"min_confidence_per_batch_size": [(10**400, 5, 0.1)]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_numbers_beyond_all_bounds_are_refused_in_one_line(
+    make: Make, fields: dict[str, Any]
+) -> None:
+    message = refusal(lambda: make(**fields))
+    assert message.startswith(f"{next(iter(fields))}: found ")
+    assert len(message) < 500
 
 
 def test_a_schedule_of_confidences_is_taken_or_refused(lattice: Make) -> None:

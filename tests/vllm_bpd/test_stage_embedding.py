@@ -32,6 +32,19 @@ def test_rows_are_the_checkpoints(
         assert missing == (True, False)
 
 
+def test_rows_are_found_where_the_engine_downloaded_them(
+    fresh_process: ForkServerContext, tmp_path: Path
+) -> None:
+    table_VD = random_matrix(VOCAB, HIDDEN, seed=4)
+    home = tmp_path / "weights" / "models--me--model"
+    write_target(home / "snapshots" / ("1" * 40), {EMBEDDING: table_VD}, vocab_size=VOCAB)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("1" * 40)
+    arguments = (0, 1, str(tmp_path), "me/model", IDS, str(tmp_path / "weights"))
+    [(rows_BD, _)] = run_fresh(fresh_process, embedded_on_rank, arguments)
+    assert torch.equal(rows_BD, table_VD[IDS])
+
+
 def test_a_checkpoint_without_a_plain_embedding_has_none(
     fresh_process: ForkServerContext, tmp_path: Path
 ) -> None:
