@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from heads_training.placement import input_device
 from heads_training.target import load_causal_lm
 from vllm_bpd.errors import HeadsError
 
@@ -255,10 +256,11 @@ class TransformersEngine:
             pad_token_id=stop_ids[0] if stop_ids else 0,
             **sampling,
         )
+        device = input_device(self._model)
         with torch.inference_mode():
             whole = self._model.generate(
-                input_ids=ids_BL.to(self._model.device),
-                attention_mask=mask_BL.to(self._model.device),
+                input_ids=ids_BL.to(device),
+                attention_mask=mask_BL.to(device),
                 generation_config=config,
             )
         texts: list[list[int]] = whole[:, longest:].tolist()

@@ -18,6 +18,7 @@ import torch
 from heads_training.loop import HeadsTrainer
 from heads_training.objectives import TunedObjective
 from heads_training.packing import require_packable
+from heads_training.placement import one_device
 from heads_training.target import TargetRows, load_model, read_rows
 from heads_training.train import TrainingData
 from heads_training.train_config import TrainConfig
@@ -36,7 +37,8 @@ def make_objective(
     """The target's weights in float32, all trainable, with `heads`. Errors as `load_model`."""
     if data.target.folder is None:
         raise HeadsError("target: found no folder; finetune starts from a checkpoint's weights")
-    base = load_model(str(data.target.folder), torch.float32)
+    # Whole on this process's device, however large: DDP and FSDP share it out themselves.
+    base = load_model(str(data.target.folder), torch.float32, one_device())
     if config.packing:
         require_packable(base)
     base.requires_grad_(True)
@@ -94,7 +96,7 @@ def _write(
     private = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     staging = private / folder.name
     try:
-        model = load_model(str(source), dtype)
+        model = load_model(str(source), dtype, one_device())
         model.load_state_dict({n: t.to(dtype) for n, t in weights.items()}, strict=False)
         model.tie_weights()
         model.save_pretrained(staging)

@@ -7,18 +7,19 @@ the work folder have to lie on storage that all of them see, under the same path
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from heads_training.target import read_rows
 from heads_training.train import make_trainer, prepare
 from heads_training.train_config import TrainConfig
 from vllm_bpd.errors import HeadsError
+
+logger = logging.getLogger(__name__)
 
 # Bytes. Nothing but options goes through Ray's object store; the data is read from files.
 _OBJECT_STORE = 100 * 2**20
@@ -32,6 +33,7 @@ def train_on_ray(config: TrainConfig, shards: list[Path], target: str, work: Pat
     as `train` does, or if Ray is not installed or has too few machines.
     """
     try:
+        import ray
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
     except ImportError as error:
@@ -46,12 +48,13 @@ def train_on_ray(config: TrainConfig, shards: list[Path], target: str, work: Pat
         "work": work.resolve(),
     }
     with _running(config.ray_workers):
+        # The cluster's, not this process's: a head node often has no GPU.
+        on_gpus = use_gpus(ray.cluster_resources(), config.ray_workers)
+        logger.info("%d workers of Ray on %s", config.ray_workers, "GPUs" if on_gpus else "CPUs")
         trainer = TorchTrainer(
             _work,
             train_loop_config=arguments,
-            scaling_config=ScalingConfig(
-                num_workers=config.ray_workers, use_gpu=torch.cuda.is_available()
-            ),
+            scaling_config=ScalingConfig(num_workers=config.ray_workers, use_gpu=on_gpus),
             run_config=RunConfig(name="ray", storage_path=str(work.resolve())),
         )
         try:
@@ -61,6 +64,20 @@ def train_on_ray(config: TrainConfig, shards: list[Path], target: str, work: Pat
             if refused is None:
                 raise
             raise HeadsError(refused) from None
+
+
+def use_gpus(resources: Mapping[str, float], workers: int) -> bool:
+    """Whether each worker gets a GPU of a cluster with these resources; False: it has none.
+
+    Raises HeadsError if it has some, but too few: on CPUs that would take days unnoticed.
+    """
+    gpus = resources.get("GPU", 0)
+    if 0 < gpus < workers:
+        raise HeadsError(
+            f"ray_workers: found {workers} on a cluster with {gpus:g} GPUs; expected no more "
+            "workers than GPUs: give fewer, or wait for the other nodes"
+        )
+    return gpus >= workers
 
 
 def _work(arguments: dict[str, Any]) -> None:

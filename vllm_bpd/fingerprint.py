@@ -94,6 +94,23 @@ def stored_embedding(folder: Path, vocab_size: int, hidden_size: int) -> tuple[P
     return None
 
 
+def stored_matrix(folder: Path, name: str, shape: tuple[int, ...]) -> Path | None:
+    """The file in `folder` with the plain matrix `name` of exactly this shape, or None."""
+    for path, stored in _all_tensors(folder):
+        if stored != name:
+            continue
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+            rows = file.get_slice(name)
+            if tuple(rows.get_shape()) == shape and rows.get_dtype() in _PLAIN_DTYPES:
+                return path
+    return None
+
+
+def stores_lm_head(folder: Path) -> bool:
+    """Whether `folder` has an LM head of its own, plain or quantised, under any known name."""
+    return bool(_stored(folder, _LM_HEAD_MODULES))
+
+
 def _stored(folder: Path, modules: tuple[str, ...]) -> list[tuple[Path, str]]:
     """File and name of the tensors of these modules, plain or quantised, outside the layers."""
     found = []

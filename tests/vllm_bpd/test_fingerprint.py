@@ -30,6 +30,8 @@ from vllm_bpd.fingerprint import (
     hashed_row_ids,
     lm_head_hash,
     read_fingerprint,
+    stored_matrix,
+    stores_lm_head,
 )
 
 EMBEDDING_VD = random_matrix(VOCAB, HIDDEN, seed=1)
@@ -158,6 +160,21 @@ def test_what_only_ends_like_one_is_none(tmp_path: Path, name: str) -> None:
     assert read_fingerprint(tmp_path).lm_head_hash is None
     write_target(tmp_path, {name: LM_HEAD_VD, EMBEDDING: EMBEDDING_VD}, tie_word_embeddings=True)
     assert read_fingerprint(tmp_path).lm_head_hash == expected_hash(EMBEDDING_VD)
+
+
+def test_a_matrix_is_found_by_its_name_and_shape(tmp_path: Path) -> None:
+    path = write_target(tmp_path) / "model.safetensors"
+    assert stored_matrix(tmp_path, LM_HEAD, (VOCAB, HIDDEN)) == path
+    assert stored_matrix(tmp_path, LM_HEAD, (VOCAB + 1, HIDDEN)) is None
+    assert stored_matrix(tmp_path, "output.weight", (VOCAB, HIDDEN)) is None
+    assert stores_lm_head(tmp_path)
+    write_target(tmp_path, {EMBEDDING: EMBEDDING_VD, LM_HEAD: LM_HEAD_VD.to(torch.int8)})
+    assert stored_matrix(tmp_path, LM_HEAD, (VOCAB, HIDDEN)) is None  # its scale is elsewhere
+    assert stores_lm_head(tmp_path)
+    write_target(tmp_path, {EMBEDDING: EMBEDDING_VD})
+    assert not stores_lm_head(tmp_path)
+    path.write_bytes(b"nonsense")
+    assert stored_matrix(tmp_path, EMBEDDING, (VOCAB, HIDDEN)) is None
 
 
 @pytest.mark.parametrize("indexed", [True, False])
