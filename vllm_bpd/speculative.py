@@ -22,8 +22,8 @@ from vllm_bpd.confidence import LARGEST, parse_schedule
 from vllm_bpd.discovery import FoundHeads, find_heads
 from vllm_bpd.entry import download_dir
 from vllm_bpd.errors import HeadsError, shown
-from vllm_bpd.patches import install_runners
-from vllm_bpd.patching import PatchError
+from vllm_bpd.patches import install_runners, vllm_version
+from vllm_bpd.patching import PatchError, is_release
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class BpdSpeculativeConfig(SpeculativeConfig):
         if target is None:
             raise HeadsError("target_model_config: missing; bpd needs the target's config")
         refuse_target(target)
+        self._refuse_stages()
         found = find_heads(
             target.model,
             self.model,
@@ -156,6 +157,15 @@ class BpdSpeculativeConfig(SpeculativeConfig):
             raise HeadsError(
                 f"draft_load_config: found load_format {shown(found)}; heads are loaded from "
                 f"safetensors only: expected {', '.join(HEADS_FORMATS)}, or leave it out"
+            )
+
+    def _refuse_stages(self) -> None:
+        """0.29's V2 answers wrongly with stages beside drafts; V1 has no stages in any release."""
+        stages = self.target_parallel_config.pipeline_parallel_size
+        if stages > 1 and is_release(vllm_version(), "<0.32"):
+            raise HeadsError(
+                f"pipeline_parallel_size: found {stages}; bpd serves several stages from vLLM 0.32 "
+                f"on, and this is {vllm_version()}; use tensor parallelism, or a newer vLLM"
             )
 
     def _check_schedule(self) -> None:

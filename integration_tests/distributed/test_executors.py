@@ -67,7 +67,7 @@ CASES = (
     Case("tp2-plain", sizes(tensor=2), heads="plain", runners=("V1",), releases=("0.32",)),
     Case("tp2-ray", sizes(tensor=2, backend="ray")),
     Case("dp2", {"data_parallel_size": 2}, releases=("0.32", "0.29")),  # 0.33: see below
-    Case("pp2", sizes(pipeline=2), runners=("V2",)),
+    Case("pp2", sizes(pipeline=2), runners=("V2",), releases=("0.32", "0.33")),  # 0.29: see below
     Case("pp2-ray", sizes(pipeline=2, backend="ray"), runners=("V2",), releases=("0.32",)),
     Case("tp2-pp2", sizes(2, 2), runners=("V2",), releases=("0.32",)),
 )
@@ -144,6 +144,14 @@ def engines(folder: Path) -> Engines:
     return Engines(folder)
 
 
+def need(combo: Combo) -> None:
+    """Skip the test where the combination's release cannot be had."""
+    try:
+        find_release(combo.release)
+    except ReleaseError as reason:
+        pytest.skip(str(reason))
+
+
 def test_the_readme_asks_for_what_is_tested() -> None:
     """Every line of its section is the arguments of a case, word for word."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -169,10 +177,7 @@ def test_the_readme_asks_for_what_is_tested() -> None:
 @pytest.mark.parametrize(("combo", "case"), RUNS)
 def test_ids_and_counters(engines: Engines, combo: Combo, case: Case) -> None:
     """Those of one process."""
-    try:
-        find_release(combo.release)
-    except ReleaseError as reason:
-        pytest.skip(str(reason))
+    need(combo)
     plain, one = engines.alone(combo, None), engines.alone(combo, case.heads)
     assert [len(ids) for ids in plain["ids"]] == [MAX_TOKENS] * len(PROMPTS)
     spread = engines.run(combo, case.name, case.arguments | engines.speculating(case.heads))
@@ -193,8 +198,12 @@ def test_replicas_of_0_33_want_memory_nodes(engines: Engines) -> None:
     """Its CPU worker looks for one of its own for each replica, without speculation too."""
     if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
         pytest.skip("this machine has several memory nodes")
-    failed = engines.run(Combo("0.33", "V1"), "dp2-plain", {"data_parallel_size": 2})
+    combo = Combo("0.33", "V1")
+    need(combo)
+    failed = engines.run(combo, "dp2-plain", {"data_parallel_size": 2})
     assert "Engine core initialization failed" in failed["error"]
+    said = engines.log(combo, "dp2-plain").read_text(errors="replace")
+    assert re.search(r"is not in available memory nodes \[\]", said), said[-3000:]
 
 
 @pytest.mark.distributed
@@ -207,5 +216,17 @@ def test_stages_on_v1_fail_beside_any_drafter(engines: Engines) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     failed = engines.run(BASE, "pp2-ngram", stages | {"speculative_config": ngram})
     assert "Engine core initialization failed" in failed["error"]
+    said = engines.log(BASE, "pp2-ngram").read_text(errors="replace")
+    assert "'CPUModelRunner' object has no attribute 'drafter'" in said, said[-3000:]
     refused = engines.run(BASE, "pp2", stages | engines.speculating("lattice"))
     assert refused["error"].startswith("pipeline_parallel_size: found 2; bpd on model runner V1")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_stages_of_0_29_are_refused(engines: Engines) -> None:
+    """Without speculation they answer as one does; beside drafts, wrongly (docs/lab-notes.md)."""
+    combo = Combo("0.29", "V2")
+    need(combo)
+    refused = engines.run(combo, "pp2", sizes(pipeline=2) | engines.speculating("lattice"))
+    assert refused["error"].startswith("pipeline_parallel_size: found 2; bpd serves several stages")

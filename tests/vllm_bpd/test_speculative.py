@@ -382,6 +382,18 @@ def test_v2_refuses_stages_without_async_scheduling(engine: Make, v2: None) -> N
     )
 
 
+def test_releases_whose_stages_answer_wrongly_are_refused(
+    engine: Make, v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_bpd.speculative.vllm_version", lambda: "0.31.2")
+    message = refusal(lambda: engine(pipeline_parallel_size=2, distributed_executor_backend="mp"))
+    assert message == (
+        "pipeline_parallel_size: found 2; bpd serves several stages from vLLM 0.32 on, and this is "
+        "0.31.2; use tensor parallelism, or a newer vLLM"
+    )
+    assert engine().speculative_config.method == "bpd"  # one stage is served
+
+
 def test_the_engines_own_choice_of_runner_and_schedule_fit(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
