@@ -8,8 +8,9 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
   batch: `heads` (the default: no stand-in), `lattice` (no stand-in either: heads that have one,
   under `watch`), `oracle` or `corrupted`. In place of `prompts` and `sampling`, a batch may have
   `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments). `repeat` runs
-  it that many times, `blocks` asks for every block that the heads drafted, and `processors` says
-  that more than the target's logits decides its tokens;
+  it that many times, `lasting` again and again for so many seconds at least, `blocks` asks for
+  every block that the heads drafted, and `processors` says that more than the target's logits
+  decides its tokens;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
@@ -17,8 +18,9 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
-`build_seconds` and `batches`, each with `outputs`, `seconds`, `faults` (what a stand-in found wrong
-in the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin` stand-in: each
+`build_seconds` and `batches`, each with `outputs` (of its last run), `earlier` (of the runs before
+it), `resident` (bytes held behind each run), `seconds`, `faults` (what a stand-in found wrong in
+the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin` stand-in: each
 request's tokens so far, and what heads drafted) and `spec`, the speculative counters of that
 batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
 """
@@ -148,17 +150,20 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     stand_ins.SCRIPT.begin("heads" if watched else mode, processors)
     before = counters(llm)
     started = time.monotonic()
+    until = started + batch.get("lasting", 0)
+    rounds: list[list[dict[str, Any]]] = []
     resident = []
     with watch.watching(llm) if watched else nullcontext() as seen:
-        for _ in range(batch.get("repeat", 1)):
-            outputs = answer(llm, batch)
+        while len(rounds) < batch.get("repeat", 1) or time.monotonic() < until:
+            rounds.append(answer(llm, batch))
             resident.append(resident_bytes())
     seconds = time.monotonic() - started
     lattice: dict[str, Any] = {"highest": -1, "faults": []}
     if seen:
         lattice = seen.report(processors)
     return {
-        "outputs": outputs,
+        "outputs": rounds[-1],
+        "earlier": rounds[:-1],
         "seconds": seconds,
         "spec": counted_since(before, counters(llm)),
         "faults": stand_ins.SCRIPT.faults[:10] + lattice["faults"],
