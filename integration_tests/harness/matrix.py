@@ -155,13 +155,12 @@ class Suite:
 def check_group(group: Group, batch: dict[str, Any]) -> None:
     """Every output of every round is what the target alone gave; nothing was fed wrongly."""
     different = []
-    rounds = [*batch["earlier"], batch["outputs"]]
-    assert len(rounds) >= group.repeat
-    for number, outputs in enumerate(rounds, 1):
+    assert len(batch["resident"]) >= group.repeat
+    for number, outputs in enumerate(batch["rounds"], 1):
         for request, expected, found in zip(group.requests, group.expected, outputs, strict=True):
             difference = compare(expected, found)
             if difference:
-                different.append(f"round {number}, {request.name}: {difference}")
+                different.append(f"outputs {number}, {request.name}: {difference}")
     assert not different, "\n".join(different[:50])
     assert batch["faults"] == []
 

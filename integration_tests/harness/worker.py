@@ -18,11 +18,11 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
-`build_seconds` and `batches`, each with `outputs` (of its last run), `earlier` (of the runs before
-it), `resident` (bytes held behind each run), `seconds`, `faults` (what a stand-in found wrong in
-the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin` stand-in: each
-request's tokens so far, and what heads drafted) and `spec`, the speculative counters of that
-batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
+`build_seconds` and `batches`, each with `outputs` (of its last run), `rounds` (all different
+outputs of its runs), `resident` (bytes held behind each run), `seconds`, `faults` (what a stand-in
+found wrong in the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin`
+stand-in: each request's tokens so far, and what heads drafted) and `spec`, the speculative counters
+of that batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
 """
 
 from __future__ import annotations
@@ -151,19 +151,20 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     before = counters(llm)
     started = time.monotonic()
     until = started + batch.get("lasting", 0)
-    rounds: list[list[dict[str, Any]]] = []
-    resident = []
+    rounds: dict[str, None] = {}  # each once, as text: what this process holds is looked at
+    resident: list[int] = []
     with watch.watching(llm) if watched else nullcontext() as seen:
-        while len(rounds) < batch.get("repeat", 1) or time.monotonic() < until:
-            rounds.append(answer(llm, batch))
+        while len(resident) < batch.get("repeat", 1) or time.monotonic() < until:
+            outputs = answer(llm, batch)
+            rounds[json.dumps(outputs)] = None
             resident.append(resident_bytes())
     seconds = time.monotonic() - started
     lattice: dict[str, Any] = {"highest": -1, "faults": []}
     if seen:
         lattice = seen.report(processors)
     return {
-        "outputs": rounds[-1],
-        "earlier": rounds[:-1],
+        "outputs": outputs,
+        "rounds": [json.loads(text) for text in rounds],
         "seconds": seconds,
         "spec": counted_since(before, counters(llm)),
         "faults": stand_ins.SCRIPT.faults[:10] + lattice["faults"],
