@@ -16,11 +16,11 @@ from vllm_bpd.confidence import ON_CPU
 VOCAB = 12  # so few that random heads are sure at times, and texts soon go round in circles
 NUM_HEADS, PLACES = 2, 5
 MOST = 16
-STEP = 96  # tokens: a prompt each, so that one request after another joins
+STEP = 160  # tokens: a prompt each, so that one request after another joins
 # The first one runs alone at the beginning, and the last two do at the end.
 LONGEST = 150
-MAX_TOKENS = [LONGEST, LONGEST - 30] + [30 + 3 * row for row in range(MOST - 2)]
-ENGINE = {"max_model_len": 256, "max_num_seqs": MOST, "max_num_batched_tokens": STEP}
+MAX_TOKENS = [LONGEST, LONGEST - 30] + [50 + 3 * row for row in range(MOST - 2)]
+ENGINE = {"max_model_len": 320, "max_num_seqs": MOST, "max_num_batched_tokens": STEP}
 
 
 def trust_texts(heads: Path) -> None:

@@ -35,9 +35,9 @@ ENGINE: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
 }
 # Seconds of streams dropped half-way, how many rounds those are at least, and the bytes a process
-# may grow by over the second half. Kernels of model runner V2 are interpreted.
+# may grow by over the second half.
 LASTING = 120
-ROUNDS = {"V1": 60, "V2": 4}
+ROUNDS = 60
 GROWTH = 16 << 20
 
 
@@ -161,6 +161,8 @@ def test_as_without_speculation(
 @pytest.mark.parametrize("mode", ["oracle", LATTICE])
 def test_memory_stays_flat(play: Any, engine: EngineProcess, mode: str) -> None:
     """Minutes of dropped streams: what is left is right every time, and memory does not grow."""
+    if engine.combo.runner == "V2":
+        pytest.skip("interpreted kernels are too slow for so many rounds")
     play("abort")
     suite = SUITES[suite_key("abort", engine)]
     with_lattice = mode == LATTICE
@@ -172,7 +174,7 @@ def test_memory_stays_flat(play: Any, engine: EngineProcess, mode: str) -> None:
     else:
         job["drafts"] = stand_in("plugin", suite.recordings())
     [batch] = run(engine, job)["batches"]
-    check_group(replace(suite.groups["abort"], repeat=ROUNDS[engine.combo.runner]), batch)
+    check_group(replace(suite.groups["abort"], repeat=ROUNDS), batch)
     assert batch["seconds"] >= LASTING
     assert batch["spec"]["accepted"] > 0
     resident = batch["resident"]
