@@ -32,13 +32,18 @@ test: setup ## unit and integration tests; ARGS="-k name" is passed on to pytest
 
 test-matrix: setup ## every row on both runners and releases; writes docs/compatibility.md
 	@rm -f build/verdicts-*.json
-	-@$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
-		$(PARALLEL) --verdicts=build/verdicts-0.32.json $(ARGS)
-	-@for release in 0.33 0.29; do \
-		PYTHONPATH=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) \
-		$(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
-		--verdicts=build/verdicts-$$release.json $(ARGS); done
-	@$(VENV_PYTHON) -m integration_tests.compatibility docs/compatibility.md build/verdicts-*.json
+	@status=0; \
+	$(ON_CPU) $(VENV_PYTHON) -m pytest tests integration_tests $(MATRIX) \
+		$(PARALLEL) --verdicts=build/verdicts-0.32.json $(ARGS) || status=1; \
+	for release in 0.33 0.29; do \
+		path=$$($(VENV_PYTHON) -m integration_tests.harness.releases $$release) || \
+			{ status=1; continue; }; \
+		PYTHONPATH=$$path $(ON_CPU) $(VENV_PYTHON) -m pytest tests $(MATRIX) \
+			--verdicts=build/verdicts-$$release.json $(ARGS) || status=1; \
+	done; \
+	$(VENV_PYTHON) -m integration_tests.compatibility docs/compatibility.md \
+		build/verdicts-0.32.json build/verdicts-0.33.json build/verdicts-0.29.json || status=1; \
+	exit $$status
 
 test-distributed: setup ## tensor, pipeline and data parallel, over processes and Ray, on CPUs
 	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed \

@@ -1,7 +1,9 @@
 """Makes docs/compatibility.md from what `make test-matrix` noted.
 
-Run as `python -m integration_tests.compatibility OUTPUT VERDICTS...`. It fails if a row of the
-matrix has no test at all, or a cell has a failure.
+Run as `python -m integration_tests.compatibility OUTPUT VERDICTS...`, with one file
+`verdicts-RELEASE.json` for each release. The table is always written; it fails if any test failed,
+with a row or without, if a row or a cell lacks tests that it should have, or a file is missing, cut
+short, or of another release than its name says.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration_tests.harness.combos import COMBOS
+from integration_tests.harness.combos import COMBOS, RELEASES
+from integration_tests.harness.verdicts import other_release, release_of
 
 # The matrix: each row, and what must hold in it.
 ROWS = {
@@ -43,24 +47,42 @@ ROWS = {
 LETTERS = {"heads": "R", "oracle": "O", "corrupted": "M", "lattice": "L"}
 
 
-def load(paths: list[Path]) -> list[dict[str, Any]]:
-    """All verdicts; those without a combination count for both runners of their release.
+ALONE = "without an engine"
+NO_TEST = "no test"
+
+
+@dataclass
+class Run:
+    """What all files say together."""
+
+    verdicts: list[dict[str, Any]]
+    problems: list[str]  # for which the table is not to be believed, or not whole
+
+
+def load(paths: list[Path]) -> Run:
+    """All verdicts, each with its column: a combination, or `ALONE` and the release beside it.
 
     Of a test that was run again the later file's verdict counts.
     """
-    found = {}
+    found, problems, releases = {}, [], set()
     for path in paths:
+        if not path.is_file():
+            problems.append(f"{path.name}: no such file; pytest did not get to its end")
+            continue
         written = json.loads(path.read_text(encoding="utf-8"))
+        if other_release(path, written["vllm"]):
+            problems.append(f"{path.name}: left out, for it was run on vLLM {written['vllm']}")
+            continue
+        releases.add(release_of(path))
         release = ".".join(written["vllm"].split(".")[:2])
+        if written.get("status"):
+            problems.append(f"{path.name}: pytest ended with status {written['status']}")
+        problems += [f"failed: {test} ({path.name})" for test in written.get("failed", [])]
         for verdict in written["verdicts"]:
-            combos = [verdict["combo"]]
-            if verdict["combo"] is None:
-                combos = [combo.name for combo in COMBOS if combo.release == release]
-            on_an_engine = verdict["combo"] is not None
-            for combo in combos:
-                more = {"combo": combo, "on_an_engine": on_an_engine}
-                found[verdict["row"], combo, verdict["test"]] = {**verdict, **more}
-    return list(found.values())
+            column = verdict["combo"] or f"{ALONE}, {release}"
+            found[verdict["row"], column, verdict["test"]] = {**verdict, "column": column}
+    problems += [f"no verdicts of vLLM {name}" for name in RELEASES if name not in releases]
+    return Run(list(found.values()), problems)
 
 
 def kinds(verdicts: list[dict[str, Any]]) -> set[str]:
@@ -78,7 +100,7 @@ def cell(verdicts: list[dict[str, Any]], row: set[str], notes: list[str]) -> str
     `row` has the tests that some combination ran in this row: those that this one lacks are told.
     """
     if not verdicts:
-        return "not run"
+        return "not run" if row else NO_TEST
     failed = [verdict for verdict in verdicts if verdict["outcome"] == "failed"]
     passed = [verdict for verdict in verdicts if verdict["outcome"] == "passed"]
     letters = "".join(
@@ -86,33 +108,76 @@ def cell(verdicts: list[dict[str, Any]], row: set[str], notes: list[str]) -> str
         for mode, letter in LETTERS.items()
         if any(verdict["mode"] == mode for verdict in passed)
     )
+    missing = len(row - kinds(verdicts))
     if not passed and not failed:
-        text = "n/a"
+        text = "not run" if missing else "n/a"
     else:
         text = f"**fails** ({len(failed)} of {len(verdicts)})" if failed else "holds"
         text += f" {letters}" if letters else ""
-        missing = len(row - kinds(verdicts))
         counts = [str(len(passed))] if passed else []
         counts += [f"{missing} not run"] if missing else []
         text += f" ({'; '.join(counts)})" if counts else ""
-    for reason in dict.fromkeys(v["reason"] for v in verdicts if v["outcome"] != "passed"):
-        if reason:
-            if reason not in notes:
-                notes.append(reason)
-            text += f" [{notes.index(reason) + 1}]"
+    reasons = dict.fromkeys(v["reason"] for v in verdicts if v["outcome"] in ("skipped", "xfailed"))
+    for reason in filter(None, reasons):
+        if reason not in notes:
+            notes.append(reason)
+        text += f" [{notes.index(reason) + 1}]"
     return text
 
 
-def table(verdicts: list[dict[str, Any]]) -> str:
+def alone(by_release: dict[str, list[dict[str, Any]]], notes: list[str]) -> str:
+    """The cell of a row's tests without an engine: the same for all releases, or each its own."""
+    found = {
+        release: cell(verdicts, set(), notes) if verdicts else "not run"
+        for release, verdicts in by_release.items()
+    }
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{release}: {text}" for release, text in found.items())
+
+
+class Cells:
+    """The verdicts by row and column."""
+
+    def __init__(self, verdicts: list[dict[str, Any]]) -> None:
+        """Sort them; a release whose matrix was not run has no columns."""
+        self.of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for verdict in verdicts:
+            self.of[verdict["row"], verdict["column"]].append(verdict)
+        ran = {verdict["column"] for verdict in verdicts}
+        self.names = [combo.name for combo in COMBOS if combo.name in ran]
+        self.left_out = [combo.name for combo in COMBOS if combo.name not in ran]
+
+    def everywhere(self, row: str) -> set[str]:
+        """The tests of a row that every combination should have run."""
+        return kinds([verdict for name in self.names for verdict in self.of[row, name]])
+
+    def alone(self, row: str) -> dict[str, list[dict[str, Any]]]:
+        """By release, the verdicts of a row's tests without an engine."""
+        return {release: self.of[row, f"{ALONE}, {release}"] for release in RELEASES}
+
+    def problems(self) -> list[str]:
+        """Columns that were not run, rows without a test, cells that lack tests others have."""
+        found = [f"not run: {name}" for name in self.left_out]
+        for row in ROWS:
+            wanted, beside = self.everywhere(row), self.alone(row)
+            for name in self.names:
+                missing = wanted - kinds(self.of[row, name])
+                found += [f"not run on {name}: {row}, {test}" for test in sorted(missing)]
+            if any(beside.values()):
+                found += [
+                    f"not run beside {release}: {row}" for release in beside if not beside[release]
+                ]
+            if not any(self.of[row, name] for name in self.names) and not any(beside.values()):
+                found.append(f"no test: {row}")
+        return found
+
+
+def table(cells: Cells) -> str:
     """The whole document."""
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for verdict in verdicts:
-        cells[verdict["row"], verdict["combo"]].append(verdict)
     notes: list[str] = []
-    # A release whose own tests are few (conftest.py) gets a column once its matrix was run.
-    ran = {verdict["combo"] for verdict in verdicts if verdict["on_an_engine"]}
-    names = [combo.name for combo in COMBOS if combo.name in ran]
-    left_out = [combo.name.replace("-", " ") for combo in COMBOS if combo.name not in ran]
+    left_out = [name.replace("-", " ") for name in cells.left_out]
+    columns = [*(name.replace("-", " ") for name in cells.names), ALONE]
     lines = [
         "# What works with `bpd`",
         "",
@@ -121,15 +186,18 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         "is always right (O), by one whose every third draft is wrong (M), and by random heads "
         "with a lattice together with each request's own text (L), all against the same requests "
         "without speculation; in brackets the number of tests that passed, and how many "
-        "were run in other columns alone."
-        + (f" Not run: {', '.join(left_out)}." if left_out else ""),
+        "were run in other columns alone. Tests that start no engine are counted in the last "
+        f'column, once for each release they ran beside; "{NO_TEST}" is a row that has no test '
+        "of that column." + (f" Not run: {', '.join(left_out)}." if left_out else ""),
         "",
-        "| row | " + " | ".join(name.replace("-", " ") for name in names) + " |",
-        "|---|" + "---|" * len(names),
+        f"| row | {' | '.join(columns)} |",
+        "|---|" + "---|" * len(columns),
     ]
     for row in ROWS:
-        of_row = kinds([verdict for name in names for verdict in cells[row, name]])
-        found = (cell(cells[row, name], of_row, notes) for name in names)
+        of_row = cells.everywhere(row)
+        found = [cell(cells.of[row, name], of_row, notes) for name in cells.names]
+        beside = cells.alone(row)
+        found.append(alone(beside, notes) if any(beside.values()) else NO_TEST)
         lines.append(f"| {row} | {' | '.join(found)} |")
     lines += ["", "Notes:", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
@@ -141,17 +209,21 @@ def table(verdicts: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Write the document; say what fails."""
     output, *paths = map(Path, sys.argv[1:])
-    verdicts = load(paths)
-    unknown = sorted({verdict["row"] for verdict in verdicts} - ROWS.keys())
+    run = load(paths)
+    unknown = sorted({verdict["row"] for verdict in run.verdicts} - ROWS.keys())
     if unknown:
         sys.exit(f"row: found {', '.join(unknown)}; expected one of {', '.join(ROWS)}")
-    output.write_text(table(verdicts), encoding="utf-8")
-    empty = [row for row in ROWS if not any(verdict["row"] == row for verdict in verdicts)]
-    failed = sorted({verdict["test"] for verdict in verdicts if verdict["outcome"] == "failed"})
-    if empty or failed:
-        sys.exit(
-            "\n".join([*(f"no test: {row}" for row in empty), *(f"failed: {t}" for t in failed)])
-        )
+    cells = Cells(run.verdicts)
+    output.write_text(table(cells), encoding="utf-8")
+    failed = {verdict["test"] for verdict in run.verdicts if verdict["outcome"] == "failed"}
+    told = "\n".join(run.problems)
+    problems = [
+        *run.problems,
+        *(f"failed: {test}" for test in sorted(failed) if f"failed: {test} " not in told),
+        *cells.problems(),
+    ]
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

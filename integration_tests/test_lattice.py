@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,22 @@ def test_ids_and_acceptance(engine: EngineProcess, target: Path, heads: Path, ca
 @pytest.mark.row("drafts fewer than heads")
 @pytest.mark.parametrize("mode", ["lattice"])
 def test_a_dynamic_schedule(engine: EngineProcess, target: Path, heads: Path, mode: str) -> None:
-    """Fewer drafts while many run: each block is still what the request's own text gives."""
+    """Fewer drafts while many run, none while most do, and some again when those have ended.
+
+    Each block is still what the request's own text gives.
+    """
     if (engine.combo.release, engine.combo.runner) == ("0.29", "V2"):
         pytest.skip("its V2 takes no schedule: refused, as test_exactness.py shows")
-    few = 3
+    few, many = 3, 7
     lengths = [30 if row < few else 12 for row in range(len(PROMPTS))]
     batch = greedy(PROMPTS, 0, mode)
     batch["sampling"] = [batch["sampling"] | {"max_tokens": length} for length in lengths]
+    schedule = [[1, few, PLACES], [few + 1, many - 1, 2], [many, ENGINE["max_num_seqs"], 0]]
     config = {
         "method": "bpd",
         "model": str(heads),
         "min_confidence": 0.0,
-        "num_speculative_tokens_per_batch_size": [[1, few, PLACES], [few + 1, 8, 2]],
+        "num_speculative_tokens_per_batch_size": schedule,
     }
     job = make_job(target, [batch], speculative_config=config, **ENGINE)
     found = run(engine, job)["batches"][0]
@@ -97,6 +102,20 @@ def test_a_dynamic_schedule(engine: EngineProcess, target: Path, heads: Path, mo
     assert found["faults"] == []
     assert found["lattice"]["moved"] > 0
     assert 2 * found["spec"]["drafts"] < found["spec"]["drafted"] < PLACES * found["spec"]["drafts"]
+    check_crossing(found["lattice"]["steps"], many)
+
+
+def check_crossing(steps: list[list[int]], many: int) -> None:
+    """Drafts are verified before `many` requests run, none while they do, some again afterwards.
+
+    What a step verifies was drafted in the step before, by how many ran then.
+    """
+    drafts = [(before, verified) for (before, _), (_, verified) in pairwise(steps)]
+    resting = [number for number, (before, _) in enumerate(drafts) if before >= many]
+    assert resting, steps
+    assert not any(drafts[number][1] for number in resting), steps
+    assert any(verified for _, verified in drafts[: resting[0]]), steps
+    assert any(verified for _, verified in drafts[resting[-1] + 1 :]), steps
 
 
 @pytest.mark.full

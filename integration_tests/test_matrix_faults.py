@@ -41,7 +41,7 @@ def options(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         pytest.param(
             combo,
             id=combo.name,
-            marks=[pytest.mark.row("abort", "faults", combo=combo.name)]
+            marks=[pytest.mark.row(combo=combo.name)]
             + ([] if combo == COMBOS[0] else [pytest.mark.full]),
         )
         for combo in V1
@@ -71,6 +71,7 @@ def complete(client: OpenAI, prompt: list[int], **more: Any) -> str:
     return answer.choices[0].text
 
 
+@pytest.mark.row("abort")
 def test_dropped_streams_leave_nothing_behind(server: Server) -> None:
     """Thirty-two streams, half of them closed early: the server answers, and nothing runs on."""
     client = connect(server)
@@ -98,6 +99,7 @@ def test_dropped_streams_leave_nothing_behind(server: Server) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.row("faults")
 def test_a_worker_killed(
     server: Server, targets: dict[str, Path], options: list[str], tmp_path: Path
 ) -> None:

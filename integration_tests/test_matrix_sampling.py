@@ -164,17 +164,42 @@ SEEDED = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "n": 3, "log
 @pytest.mark.row("sampling")
 def test_seeded_runs_repeat(engine: EngineProcess, targets: dict[str, Path], heads: Path) -> None:
     """Twice the same answers, three to a prompt; their logprobs are the target's."""
-    prompts = make_prompts([1, 2, 3, 4], VOCAB, seed=6)
-    requests = [
-        {"prompt": prompt, "sampling": SEEDED | {"seed": seed}}
-        for seed, prompt in enumerate(prompts)
-    ]
+    requests = seeded_requests()
     batches = [{"requests": requests, "drafts": mode} for mode in ("oracle", "oracle", "corrupted")]
     reply = run(engine, job(targets["bigram"], heads, batches))
     first, again, other = (batch["outputs"] for batch in reply["batches"])
     assert first == again
     assert first != other  # other drafts use up the random numbers in another way
     check_logprobs(targets["bigram"], requests, first)
+
+
+@pytest.mark.full
+@pytest.mark.row("sampling")
+@pytest.mark.parametrize("mode", [LATTICE])
+def test_seeded_runs_with_a_lattice_repeat(
+    engine: EngineProcess, targets: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    """The same, with blocks that follow from what the answers have said: as long, each time."""
+    heads = write_heads(targets["bigram"], tmp_path / "heads", NUM_HEADS, places=PLACES)
+    requests = seeded_requests()
+    made = make_job(targets["bigram"], [{"requests": requests, "drafts": mode}] * 2, **ENGINE)
+    speculative = {"method": "bpd", "model": str(heads), "min_confidence": 0.1}
+    made["llm"]["speculative_config"] = speculative
+    first, again = run(engine, made)["batches"]
+    assert first["outputs"] == again["outputs"]
+    assert first["spec"] == again["spec"]
+    assert 0 < first["spec"]["accepted"] < first["spec"]["drafted"]
+    assert first["lattice"]["moved"] > 0
+    check_logprobs(targets["bigram"], requests, first["outputs"])
+
+
+def seeded_requests() -> list[dict[str, Any]]:
+    """Prompts of one to four tokens, each with a seed."""
+    prompts = make_prompts([1, 2, 3, 4], VOCAB, seed=6)
+    return [
+        {"prompt": prompt, "sampling": SEEDED | {"seed": seed}}
+        for seed, prompt in enumerate(prompts)
+    ]
 
 
 def check_logprobs(target: Path, requests: list[dict[str, Any]], outputs: Any) -> None:

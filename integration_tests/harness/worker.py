@@ -8,8 +8,9 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
   batch: `heads` (the default: no stand-in), `lattice` (no stand-in either: heads that have one,
   under `watch`), `oracle` or `corrupted`. In place of `prompts` and `sampling`, a batch may have
   `requests` (see `driver.py`), or `prompts` and `beam` (BeamSearchParams arguments). `repeat` runs
-  it that many times, `blocks` asks for every block that the heads drafted, and `processors` says
-  that more than the target's logits decides its tokens;
+  it that many times, `lasting` again and again for so many seconds at least, `blocks` asks for
+  every block that the heads drafted, and `processors` says that more than the target's logits
+  decides its tokens;
 - `drafts`, optional: the stand-in to install for this job, see `stand_ins.installed`;
 - `async_scheduling`, optional: true keeps asynchronous scheduling on, which vLLM turns off on CPUs;
 - `save_heads`, optional: folder that receives the engine's heads once the batches are done;
@@ -17,10 +18,11 @@ Run as `python -m integration_tests.harness.worker JOBS_FD REPLIES_FD`. A job is
 - `environment`, optional: environment variables for this job only.
 
 The reply has `ok`; when true also `vllm` (version), `runner` (`V1`/`V2`), `async_scheduling`,
-`build_seconds` and `batches`, each with `outputs`, `seconds`, `faults` (what a stand-in found wrong
-in the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin` stand-in: each
-request's tokens so far, and what heads drafted) and `spec`, the speculative counters of that
-batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
+`build_seconds` and `batches`, each with `outputs` (of its last run), `rounds` (all different
+outputs of its runs), `resident` (bytes held behind each run), `seconds`, `faults` (what a stand-in
+found wrong in the heads' inputs), `lattice` (what a watch counted), `blocks` (with the `plugin`
+stand-in: each request's tokens so far, and what heads drafted) and `spec`, the speculative counters
+of that batch alone. When `ok` is false, `error` is the error's last line and `trace` is all of it.
 """
 
 from __future__ import annotations
@@ -148,10 +150,13 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
     stand_ins.SCRIPT.begin("heads" if watched else mode, processors)
     before = counters(llm)
     started = time.monotonic()
-    resident = []
+    until = started + batch.get("lasting", 0)
+    rounds: dict[str, None] = {}  # each once, as text: what this process holds is looked at
+    resident: list[int] = []
     with watch.watching(llm) if watched else nullcontext() as seen:
-        for _ in range(batch.get("repeat", 1)):
+        while len(resident) < batch.get("repeat", 1) or time.monotonic() < until:
             outputs = answer(llm, batch)
+            rounds[json.dumps(outputs)] = None
             resident.append(resident_bytes())
     seconds = time.monotonic() - started
     lattice: dict[str, Any] = {"highest": -1, "faults": []}
@@ -159,6 +164,7 @@ def generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
         lattice = seen.report(processors)
     return {
         "outputs": outputs,
+        "rounds": [json.loads(text) for text in rounds],
         "seconds": seconds,
         "spec": counted_since(before, counters(llm)),
         "faults": stand_ins.SCRIPT.faults[:10] + lattice["faults"],
