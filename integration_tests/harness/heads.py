@@ -29,21 +29,35 @@ def write_heads(
     ids = None
     if made.draft_vocab_size is not None:
         ids = torch.arange(made.draft_vocab_size) * 2 + 1
-    lattice = None
-    if places is not None:
-        from heads_training.lattice_fit import initial_weights
-
-        lattice = initial_weights().repeat(places, 1)
     heads = BlockwiseHeads(made)
+    lattice = start_of_lattice(places)
     save_heads(directory, heads, ids, dtype=torch.float32, lattice_weights_PW=lattice)
     return directory
 
 
-def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
+def start_of_lattice(places: int | None) -> Any:
+    """Weights of that many places, as a fit starts from them; none for none."""
+    if places is None:
+        return None
+    from heads_training.lattice_fit import initial_weights
+
+    return initial_weights().repeat(places, 1)
+
+
+def write_chain_heads(
+    target: Path,
+    directory: Path,
+    num_heads: int,
+    places: int | None = None,
+    draft_vocab_size: int | None = None,
+) -> Path:
     """Write heads that draft what mostly follows the token just sampled, for a `settled` target.
 
     Its next token depends on little but the last one, so the chain of likeliest successors is
     known for every token. Random features of the tokens' embeddings, one least-squares solution.
+
+    With `draft_vocab_size`, the ids scored are those that most chains come through. With `places`,
+    they have a lattice of that many places, as in `write_heads`.
     """
     import torch
     from safetensors.torch import load_file
@@ -54,7 +68,13 @@ def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
     from vllm_bpd.fingerprint import read_fingerprint
     from vllm_bpd.heads import BlockwiseHeads
 
-    config = HeadsConfig(num_heads, 64, read_fingerprint(target), activation="relu")
+    config = HeadsConfig(
+        num_heads,
+        64,
+        read_fingerprint(target),
+        activation="relu",
+        draft_vocab_size=draft_vocab_size,
+    )
     heads = BlockwiseHeads(config)
     torch.manual_seed(num_heads)
     tensors = load_file(target / "model.safetensors")
@@ -62,6 +82,7 @@ def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
     directions_VD = torch.nn.functional.normalize(tensors["lm_head.weight"], dim=-1)
     rms_VD = torch.nn.functional.rms_norm(embedding_VD, embedding_VD.shape[-1:], eps=1e-6)
     successor_V = bigram_logits(target).argmax(dim=-1)
+    visits_V = torch.zeros(len(successor_V), dtype=torch.int64)
     with torch.no_grad():
         hidden, output = heads.hidden_layer.weight, heads.output_layer.weight
         assert isinstance(hidden, torch.Tensor)
@@ -75,6 +96,11 @@ def write_chain_heads(target: Path, directory: Path, num_heads: int) -> Path:
             solved_FD = torch.linalg.lstsq(features_VF, wanted_VD).solution
             rows = slice(head * config.hidden_size, (head + 1) * config.hidden_size)
             output[rows] = solved_FD.T
+            visits_V += torch.bincount(token_V, minlength=len(visits_V))
             token_V = successor_V[token_V]
-    save_heads(directory, heads, dtype=torch.float32)
+    ids = None
+    if draft_vocab_size is not None:
+        ids = visits_V.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
+    lattice = start_of_lattice(places)
+    save_heads(directory, heads, ids, dtype=torch.float32, lattice_weights_PW=lattice)
     return directory
