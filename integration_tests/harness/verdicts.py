@@ -1,8 +1,8 @@
 """A pytest plugin that notes what each test of the matrix said: `-p ... --verdicts=FILE`.
 
-A test belongs to the rows that its marker `row` names, to the combination of its `engine` or of the
-marker's `combo` (without either: to the release of vLLM it ran beside), and to the way of drafting
-that its `mode` names.
+A test belongs to the rows that its marker `row` names, to the combination of its `engine` or
+`server`, or of the marker's `combo` (without any: to the release of vLLM it ran beside), and to
+the way of drafting that its `mode` names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pytest_runtest_makereport(
     marker = item.get_closest_marker("row")
     if marker is not None and (report.when == "call" or report.outcome != "passed"):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        combo = parameters.get("engine")
+        combo = parameters.get("engine") or parameters.get("server")
         report.user_properties += [
             (
                 VERDICT,

@@ -114,7 +114,7 @@ def test_requests_without_drafts_change_nothing_for_the_others(counts: list[int]
 def test_noise_elsewhere_is_the_engines_own() -> None:
     probs = torch.zeros(2, 8, device="meta")
     given = sample_recovered_tokens(
-        lambda *arguments: arguments,  # type: ignore[arg-type, return-value]
+        lambda *arguments: arguments,  # type: ignore[arg-type]
         2, [2, 0], probs, probs, None, probs, "options", probs.device, True,
     )  # fmt: skip
     assert tuple(given) == (2, [2, 0], probs, probs, None, probs, "options", probs.device, True)
