@@ -13,7 +13,7 @@ import pytest
 from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.server import Server, serving
-from integration_tests.harness.structures import NAMED, TOOLS
+from integration_tests.harness.structures import NAMED, STRICT_TOOLS
 from integration_tests.harness.traffic import Ask, are_valid, make_ask, send
 from integration_tests.soak import connect
 
@@ -39,9 +39,12 @@ def server(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def asks(choice: Any, temperature: float) -> list[Ask]:
     """Chats about nothing, each with the tools."""
     draw = random.Random(91)
-    options = {"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "max_tokens": 176}
+    options = {"tools": STRICT_TOOLS, "tool_choice": choice, "temperature": temperature}
     made = [make_ask("sampled tool", {}, draw) for _ in range(CALLS)]
-    return [Ask(ask.kind, ask.prompt, options | {"seed": n}) for n, ask in enumerate(made)]
+    return [
+        Ask(ask.kind, ask.prompt, options | {"seed": n, "max_tokens": 200})
+        for n, ask in enumerate(made)
+    ]
 
 
 def answered(server: Server, asked: list[Ask], stream: bool) -> list[dict[str, Any]]:

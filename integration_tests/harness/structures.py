@@ -34,6 +34,8 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
+# The server holds arguments to their schema where a tool says so, and the form of a call always.
+STRICT_TOOLS = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 NAMED = {"type": "function", "function": {"name": "on"}}
 CHOICE = ["the end", "the start", "zq", "never"]
 CALL = re.compile(r"call (tree|on|sand)\([1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){0,2}\)")

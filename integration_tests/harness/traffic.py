@@ -21,7 +21,7 @@ from integration_tests.harness.structures import (
     NAMED,
     REGEX,
     SCHEMA,
-    TOOLS,
+    STRICT_TOOLS,
     follows_schema,
 )
 from integration_tests.harness.tokenizer import SPECIALS, vocabulary
@@ -49,8 +49,8 @@ GREEDY: dict[str, dict[str, Any]] = {
     "schema": {"structured_outputs": {"json": SCHEMA}},
     "grammar": {"structured_outputs": {"grammar": GRAMMAR}},
     "choice": {"structured_outputs": {"choice": CHOICE}},
-    "named tool": {"tools": TOOLS, "tool_choice": NAMED},
-    "required tool": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 120},
+    "named tool": {"tools": STRICT_TOOLS, "tool_choice": NAMED},
+    "required tool": {"tools": STRICT_TOOLS, "tool_choice": "required", "max_tokens": 120},
 }
 # Drawn at random, so that no answer is recorded. Of those with a structure it is checked.
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -61,7 +61,12 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "sampled regex": {"structured_outputs": {"regex": REGEX}, "temperature": 1.0},
     "sampled schema": {"structured_outputs": {"json": SCHEMA}, "temperature": 1.0},
     "sampled grammar": {"structured_outputs": {"grammar": GRAMMAR}, "temperature": 1.0},
-    "sampled tool": {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0},
+    "sampled tool": {
+        "tools": STRICT_TOOLS,
+        "tool_choice": "required",
+        "temperature": 1.0,
+        "max_tokens": 120,
+    },
 }
 # The engine takes these without speculation alone.
 REFUSED: dict[str, dict[str, Any]] = {
