@@ -19,7 +19,7 @@ from integration_tests.soak import connect
 
 CALLS = 30
 NUM_HEADS = 4
-OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "32",
+OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32",
            "--num-gpu-blocks-override", "512", "--enable-auto-tool-choice",
            "--tool-call-parser", "hermes", "--structured-outputs-config",
            '{"backend": "xgrammar", "disable_any_whitespace": true}']  # fmt: skip
@@ -42,23 +42,36 @@ def asks(choice: Any, temperature: float) -> list[Ask]:
     options = {"tools": STRICT_TOOLS, "tool_choice": choice, "temperature": temperature}
     made = [make_ask("sampled tool", {}, draw) for _ in range(CALLS)]
     return [
-        Ask(ask.kind, ask.prompt, options | {"seed": n, "max_tokens": 200})
+        Ask(ask.kind, ask.prompt, options | {"seed": n, "max_tokens": 400})
         for n, ask in enumerate(made)
     ]
 
 
 def answered(server: Server, asked: list[Ask], stream: bool) -> list[dict[str, Any]]:
-    """What came of all at once, the calls of each checked, and that drafts were verified."""
+    """What came of all at once: each call is checked, and that drafts were verified.
+
+    One that must call may go on calling to its length limit, as random weights like to: the call
+    that this cuts is not looked at.
+    """
     client = connect(server)
     before = server.metrics().get("spec_decode_num_drafts_total", 0.0)
     with ThreadPoolExecutor(CALLS) as pool:
         answers = [answer for [answer] in pool.map(lambda ask: send(client, ask, stream), asked)]
     assert server.metrics()["spec_decode_num_drafts_total"] > before
     for answer in answers:
-        assert answer["reason"] in ("stop", "tool_calls"), answer
-        assert are_valid(answer["calls"]), answer
-        assert not answer["text"], answer
+        if is_cut(answer):
+            assert asked[0].options["tool_choice"] == "required", answer
+            assert len(answer["calls"]) < 2 or are_valid(answer["calls"][:-1]), answer
+        else:
+            assert are_valid(answer["calls"]), answer
+            assert not answer["text"].strip(), answer
+    assert not all(map(is_cut, answers))
     return answers
+
+
+def is_cut(answer: dict[str, Any]) -> bool:
+    """Whether its length limit ended an answer."""
+    return bool(answer["reason"] == "length")
 
 
 @pytest.mark.row("structure", combo=COMBOS[0].name)
@@ -67,7 +80,9 @@ def test_calls_are_the_same_streamed(server: Server, choice: str) -> None:
     """Greedy calls, in one piece and in many: valid, and the same."""
     asked = asks(CHOICES[choice], temperature=0.0)
     whole, streamed = (answered(server, asked, stream) for stream in (False, True))
-    assert [one["calls"] for one in whole] == [one["calls"] for one in streamed]
+    for left, right in zip(whole, streamed, strict=True):
+        assert is_cut(left) == is_cut(right)
+        assert is_cut(left) or left["calls"] == right["calls"]
 
 
 @pytest.mark.row("structure", combo=COMBOS[0].name)
