@@ -175,10 +175,12 @@ def test_a_worker_killed(
     client = connect(server)
     prompt = make_prompts([6], TEXT_VOCAB, seed=72)[0]
     before = complete(client, prompt)
+    # Drawing needs a device library in 0.29, which the interpreter has not.
+    temperature = 1.0 if server.combo.runner == "V1" else 0.0
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             client.completions.create, model="served", prompt=prompt, max_tokens=490,
-            extra_body={"ignore_eos": True},
+            temperature=temperature, extra_body={"ignore_eos": True},
         )  # fmt: skip
         deadline = time.monotonic() + 60
         while not server.metrics()["num_requests_running"] and time.monotonic() < deadline:
