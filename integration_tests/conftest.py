@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 
 
 def combo_of(item: pytest.Item) -> Combo | None:
-    """The combination of a test's `engine`, if it asks for one."""
-    combo: Combo | None = getattr(getattr(item, "callspec", None), "params", {}).get("engine")
+    """The combination of a test's `engine` or `server`, if it asks for one."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    combo: Combo | None = params.get("engine") or params.get("server")
     return combo
 
 

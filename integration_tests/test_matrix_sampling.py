@@ -17,6 +17,7 @@ from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.engine_process import EngineProcess
 from integration_tests.harness.heads import write_heads
 from integration_tests.harness.jobs import make_job, make_prompts, run
+from integration_tests.harness.known import KnownFaultError, known_fault
 from integration_tests.harness.matrix import LATTICE, MODES, NUM_HEADS, PLACES, SCRIPTED
 from integration_tests.harness.stand_ins import STOCK_V1
 from integration_tests.harness.statistics import (
@@ -250,8 +251,9 @@ def test_the_first_token_beside_running_requests(
 @pytest.mark.row("sampling", combo=COMBOS[0].name)
 @pytest.mark.full
 @pytest.mark.xfail(
+    raises=KnownFaultError,
     reason="vLLM's model runner V1 on a CPU, beside any drafter: temperature, top_k and top_p of "
-    "drafted tokens are lost in the stand-in for a kernel; bpd brings its own (cpu_sampling.py)"
+    "drafted tokens are lost in the stand-in for a kernel; bpd brings its own (cpu_sampling.py)",
 )
 def test_the_engine_alone(targets: dict[str, Path], tmp_path: Path) -> None:
     """The same check with drafts through the engine's own door, in a process without `bpd`."""
@@ -266,16 +268,20 @@ def test_the_engine_alone(targets: dict[str, Path], tmp_path: Path) -> None:
         [batch] = run(process, made)["batches"]
     finally:
         process.close()
-    counts = count_pairs(texts(made["batches"][0] | batch), VOCAB)
+    assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"]
+    sampled = texts(made["batches"][0] | batch)
+    assert sum(map(len, sampled)) >= SAMPLES
     expected = distribution(bigram_logits(targets["bigram"]), setting).tolist()
-    assert chi_square(counts, expected) < FARTHEST
+    if chi_square(count_pairs(sampled, VOCAB), expected) >= FARTHEST:
+        raise KnownFaultError("the temperature is lost")
 
 
 @pytest.mark.row("sampling", combo=COMBOS[0].name)
 @pytest.mark.xfail(
+    raises=KnownFaultError,
     reason="vLLM's model runner V1 on a CPU, beside any drafter: drafts of id -1, which fill up "
     "the step that a prompt of one token joins in, may be accepted, and the answer begins with a "
-    "token drawn from another row; bpd mends it (cpu_sampling.py)"
+    "token drawn from another row; bpd mends it (cpu_sampling.py)",
 )
 def test_the_engines_kernel_refuses_padding() -> None:
     """Two drafts of id -1, behind a row of another request that is sure of the last token."""
@@ -300,4 +306,31 @@ def test_the_engines_kernel_refuses_padding() -> None:
         vocab_size=VOCAB,
         NO_DRAFT_PROBS=True,
     )
-    assert tokens.tolist() == [[VOCAB - 1, 1, -1], [3, -1, -1]]
+    first, second = tokens.tolist()
+    assert first == [VOCAB - 1, 1, -1]
+    if second[0] == -1:
+        raise KnownFaultError("a draft of id -1 was accepted")
+    assert second == [3, -1, -1]
+
+
+SEED_FAULT = (
+    "vLLM's model runner V1 on a CPU, without speculation too: a seeded request whose prompt is "
+    "read in two steps ends the engine (it takes back what its generator drew, by an offset that a "
+    "CPU's has not)"
+)
+
+
+@pytest.mark.row("sampling")
+def test_a_seeded_prompt_in_pieces(
+    engine: EngineProcess, targets: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    """The target alone reads a prompt longer than a step, and draws the same answer twice."""
+    if engine.combo.runner == "V1":
+        request.applymarker(pytest.mark.xfail(reason=SEED_FAULT, raises=KnownFaultError))
+    prompts = make_prompts([100], VOCAB, seed=9)
+    asked = {"prompts": prompts, "sampling": {"temperature": 1.0, "seed": 1, "max_tokens": 4}}
+    made = make_job(targets["bigram"], [asked, asked], **ENGINE | {"max_num_batched_tokens": 64})
+    made["llm"]["max_num_seqs"] = 8
+    with known_fault("CPU Generator does not use offset"):
+        first, again = run(engine, made)["batches"]
+    assert first["outputs"] == again["outputs"]

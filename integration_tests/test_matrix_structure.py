@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,18 @@ from integration_tests.harness.matrix import (
     Suite,
     check_group,
 )
+from integration_tests.harness.structures import (
+    CALL,
+    CHOICE,
+    GRAMMAR,
+    NAMED,
+    REGEX,
+    SCHEMA,
+    TOOLS,
+    are_arguments,
+    are_calls,
+    follows_schema,
+)
 from integration_tests.harness.tokenizer import EOS, THINK_END, vocabulary
 
 MAX_TOKENS = 40
@@ -32,64 +43,6 @@ ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": False,
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"ab": {"type": "boolean"}, "kind": {"enum": ["in", "on", "other"]}},
-    "required": ["ab", "kind"],
-    "additionalProperties": False,
-}
-REGEX = r"[a-c]{3}-(12|34)[0-9]{2}(the|then|thence)"
-GRAMMAR = """
-root ::= "call " name "(" args ")"
-name ::= "tree" | "on" | "sand"
-args ::= number ("," number){0,2}
-number ::= [1-9] [0-9]{0,2}
-"""
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "in", "parameters": SCHEMA}},
-    {
-        "type": "function",
-        "function": {
-            "name": "on",
-            "parameters": {
-                "type": "object",
-                "properties": {"at": {"enum": [1, 2, 12]}},
-                "required": ["at"],
-                "additionalProperties": False,
-            },
-        },
-    },
-]
-NAMED = {"type": "function", "function": {"name": "on"}}
-CHOICE = ["the end", "the start", "zq", "never"]
-CALL = re.compile(r"call (tree|on|sand)\([1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){0,2}\)")
-
-
-def follows_schema(text: str) -> bool:
-    """Whether the text is JSON that the schema allows."""
-    value = json.loads(text)
-    return (
-        list(value) == ["ab", "kind"]
-        and isinstance(value["ab"], bool)
-        and value["kind"] in SCHEMA["properties"]["kind"]["enum"]  # type: ignore[index]
-    )
-
-
-def are_arguments(text: str) -> bool:
-    """Whether the text is what the tool `on` may be called with."""
-    value = json.loads(text)
-    return list(value) == ["at"] and value["at"] in (1, 2, 12)
-
-
-def are_calls(text: str) -> bool:
-    """Whether the text is calls of the tools, at least one, with their arguments."""
-    follows = {"in": follows_schema, "on": are_arguments}
-    calls = json.loads(text)
-    return bool(calls) and all(
-        list(call) == ["name", "parameters"]
-        and follows[call["name"]](json.dumps(call["parameters"]))
-        for call in calls
-    )
 
 
 @dataclass(frozen=True)

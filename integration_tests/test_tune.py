@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from integration_tests.distributed.cases import INTERPRET
 from integration_tests.harness.combos import COMBOS
 from integration_tests.harness.engine_process import (
+    INTERPRET,
     EngineProcess,
     engine_environment,
 )

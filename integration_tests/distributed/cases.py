@@ -12,12 +12,12 @@ from typing import Any
 
 from integration_tests.harness.combos import Combo
 from integration_tests.harness.engine_process import (
+    INTERPRET,
     JOB_TIMEOUT,
     engine_environment,
 )
 
 PRETEND = str(Path(__file__).parent / "pretend")
-INTERPRET = str(Path(__file__).parent / "interpret")
 PROGRAM = "integration_tests.distributed.engines"
 
 

@@ -20,6 +20,8 @@ from integration_tests.harness.combos import Combo
 from integration_tests.harness.releases import find_release
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# With it on PYTHONPATH, model runner V2 runs on a CPU in processes that are not ours to prepare.
+INTERPRET = str(REPOSITORY / "integration_tests" / "distributed" / "interpret")
 WORKER = "integration_tests.harness.worker"
 LOG_TAIL = 4000
 # Seconds for one job. A busy machine may need more for interpreted kernels, as pytest's own

@@ -50,11 +50,13 @@ def write_chain_heads(
     num_heads: int,
     places: int | None = None,
     draft_vocab_size: int | None = None,
+    width: int = 64,
 ) -> Path:
     """Write heads that draft what mostly follows the token just sampled, for a `settled` target.
 
     Its next token depends on little but the last one, so the chain of likeliest successors is
-    known for every token. Random features of the tokens' embeddings, one least-squares solution.
+    known for every token. Random features of the tokens' embeddings, one least-squares solution:
+    exact if the features, `width` of them, outnumber the tokens.
 
     With `draft_vocab_size`, the ids scored are those that most chains come through. With `places`,
     they have a lattice of that many places, as in `write_heads`.
@@ -70,7 +72,7 @@ def write_chain_heads(
 
     config = HeadsConfig(
         num_heads,
-        64,
+        width,
         read_fingerprint(target),
         activation="relu",
         draft_vocab_size=draft_vocab_size,

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from integration_tests.harness.combos import Combo
-from integration_tests.harness.engine_process import REPOSITORY, engine_environment
+from integration_tests.harness.engine_process import (
+    INTERPRET,
+    REPOSITORY,
+    engine_environment,
+)
 
 START_SECONDS = 420  # for a slow, busy machine
 
@@ -111,7 +115,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(combo: Combo, target: Path, log: Path, options: Sequence[str]) -> Iterator[Server]:
-    """`vllm serve` of the combination's release on model runner V1, healthy, named `served`."""
+    """`vllm serve` of the combination's release and model runner, healthy, named `served`."""
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(target),
@@ -120,6 +124,8 @@ def serving(combo: Combo, target: Path, log: Path, options: Sequence[str]) -> It
     ]  # fmt: skip
     environment = engine_environment(combo)
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    if combo.runner == "V2":
+        environment["PYTHONPATH"] = f"{INTERPRET}:{environment['PYTHONPATH']}"
     with log.open("ab") as sink:
         process = subprocess.Popen(
             command, env=environment, cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT

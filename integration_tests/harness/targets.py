@@ -15,6 +15,7 @@ from integration_tests.harness.tokenizer import EOS, THINK_END, vocabulary, writ
 HIDDEN = 64
 HEAD_DIM = 32
 CONTEXT = 512
+LOUD, SINK = 12.0, 20.0
 TEXT_VOCAB = len(vocabulary())
 
 
@@ -32,6 +33,7 @@ class Target:
     boosted: dict[int, float] = field(default_factory=dict)  # LM-head rows that are scaled up
     bigram: bool = False  # the next token depends on the last one alone
     settled: bool = False  # it depends on little else, so that heads can foretell it
+    sunk: bool = False  # every logit is below zero, which is what rows of padding give
     int8: bool = False  # linear layers as 8-bit integers (compressed-tensors)
     config: dict[str, Any] = field(default_factory=dict)  # further fields
 
@@ -49,7 +51,7 @@ TARGETS = {
         # For sampling: eight tokens, and a distribution that can be written down.
         Target("bigram", "Llama", vocab=8, tied=False, bigram=True),
         # vLLM pads a vocabulary to a multiple of 64.
-        Target("odd-vocabulary", "Llama", vocab=131, tied=False),
+        Target("odd-vocabulary", "Llama", vocab=131, tied=False, sunk=True),
         Target("odd-tied", "Llama", vocab=67, tied=True),
         Target("qwen3", "Qwen3", vocab=128, tied=False),
         Target("mistral-window", "Mistral", 128, tied=False, config={"sliding_window": 24}),
@@ -119,6 +121,12 @@ def shape_weights(target: Target, model: Any) -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.005 * target.settled)
             layer.mlp.down_proj.weight.mul_(0.005 * target.settled)
+    if target.sunk:  # one feature is large in every token and every layer leaves it alone
+        model.model.embed_tokens.weight[:, 0] = LOUD
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = -SINK
     if target.bigram:
         model.lm_head.weight.mul_(0.4)  # near enough to even that every pair is seen
 

@@ -1,8 +1,8 @@
 """A pytest plugin that notes what each test of the matrix said: `-p ... --verdicts=FILE`.
 
-A test belongs to the rows that its markers `row` name, to the combination of its `engine` or of a
-marker's `combo` (without either: to the release of vLLM it ran beside), and to the way of drafting
-that its `mode` names. The file also names every test that failed, whether or not it has a row,
+A test belongs to the rows that its markers `row` name, to the combination of its `engine` or
+`server` or of a marker's `combo` (without any: to the release of vLLM it ran beside), and to the way
+of drafting that its `mode` names. The file also names every test that failed, whether or not it has a row,
 and says how pytest ended.
 
 A file `verdicts-RELEASE.json` holds what ran beside that release: pytest does not start beside
@@ -118,7 +118,7 @@ def without_outcome(item: pytest.Item) -> list[dict[str, Any]]:
     """What is known of a test's verdicts before it runs: one for each of its rows."""
     markers = list(item.iter_markers("row"))
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    engine = parameters.get("engine")
+    engine = parameters.get("engine") or parameters.get("server")
     combos = [marker.kwargs["combo"] for marker in markers if "combo" in marker.kwargs]
     return [
         {

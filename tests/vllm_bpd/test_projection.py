@@ -207,6 +207,7 @@ class Quantised:
         return nn.functional.linear(x, self.matrix_LD, bias)
 
 
+@pytest.mark.row("targets")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_quantised_lm_head_is_called_through_its_own_method(bias: bool) -> None:
     matrix_LD = whole_numbers(8, HIDDEN, seed=3)
@@ -224,6 +225,7 @@ def test_a_quantised_lm_head_is_called_through_its_own_method(bias: bool) -> Non
     check_candidates(*projection.top_candidates(states_ND, CANDIDATES), *drafted)
 
 
+@pytest.mark.row("targets")
 @pytest.mark.parametrize("bias", [False, True])
 def test_padding_of_a_quantised_lm_head_is_no_candidate(bias: bool) -> None:
     matrix_LD = whole_numbers(24, HIDDEN, seed=3)
