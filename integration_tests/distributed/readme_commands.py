@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,14 @@ def commands() -> list[str]:
     return re.findall(r"^\$ (.*)$", section[1], flags=re.MULTILINE)
 
 
-def variables(line: str) -> dict[str, str]:
-    """The environment of a command: V2 for stages, pretended GPUs for Ray."""
+def runner_of(line: str) -> str:
+    """The model runner that a command is run on: V2 for stages."""
+    return "V2" if "--pipeline-parallel-size" in line else "V1"
+
+
+def variables(line: str, runner: str) -> dict[str, str]:
+    """The environment of a command, with pretended GPUs for Ray."""
     on_ray = "ray" in line.split()
-    runner = "V2" if "--pipeline-parallel-size" in line else "V1"
     made = environment(Combo(BASE.release, runner), on_ray)
     made["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{made['PATH']}"
     if on_ray:
@@ -66,14 +71,14 @@ def start_node(line: str, folder: Path) -> None:
     """Run a `ray start` line of the section."""
     line = line.replace("FIRST_MACHINE", "127.0.0.1")
     line += f" {FIRST_NODE if '--head' in line else NODE}"
-    environment_of_node = variables(line)
+    environment_of_node = variables(line, "V1")
     environment_of_node.pop("RAY_ADDRESS")
     subprocess.run(
         shlex.split(line), env=environment_of_node, cwd=folder, check=True, capture_output=True
     )
 
 
-def serve(line: str, target: Path, folder: Path) -> dict[str, Any]:
+def serve(line: str, runner: str, target: Path, folder: Path) -> dict[str, Any]:
     """Ids that a server started by `line` answers, and its speculative counters."""
     port = free_port()
     command = f"{line.replace('MODEL', str(target))} {MORE} --port {port}"
@@ -81,7 +86,7 @@ def serve(line: str, target: Path, folder: Path) -> dict[str, Any]:
     with log.open("wb") as sink:
         process = subprocess.Popen(
             shlex.split(command),
-            env=variables(line),
+            env=variables(line, runner),
             cwd=folder,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -90,7 +95,8 @@ def serve(line: str, target: Path, folder: Path) -> dict[str, Any]:
     try:
         server.wait_until_healthy()
         ids = [complete(server.url, str(target), prompt) for prompt in PROMPTS]
-        return {"command": line, "ids": ids, "counters": counters(server.url)}
+        found = {"command": line, "model runner": runner, "ids": ids}
+        return found | {"counters": counters(server.url)}
     finally:
         server.stop()
 
@@ -132,15 +138,16 @@ def main() -> int:
             draft_vocab_size=TEXT_VOCAB - 2,
         )
         (folder := root / "run").mkdir()
-        plain, one = (serve(line, target, folder) for line in (ALONE, ONE_PROCESS))
+        plain = serve(ALONE, "V1", target, folder)
         assert not any(plain["counters"].values())
-        rows = [one]
+        one = {runner: serve(ONE_PROCESS, runner, target, folder) for runner in ("V1", "V2")}
+        rows = list(one.values())
         try:
             for line in commands():
                 if line.startswith("ray start"):
                     start_node(line, folder)
                     continue
-                rows.append(serve(line, target, folder))
+                rows.append(serve(line, runner_of(line), target, folder))
         finally:
             subprocess.run(
                 [str(Path(sys.executable).with_name("ray")), "stop", "--force"],
@@ -149,10 +156,16 @@ def main() -> int:
             )
     for row in rows:
         row["ids equal"] = row.pop("ids") == plain["ids"]
-        row["counters equal"] = row["counters"] == one["counters"]
+        row["counters equal"] = row["counters"] == one[row["model runner"]]["counters"]
         wrong += not (row["ids equal"] and row["counters equal"])
         print(json.dumps(row), flush=True)
-    OUTPUT.write_text(json.dumps({"requests": len(PROMPTS), "rows": rows}, indent=1) + "\n")
+    found = {
+        "command": "python -m integration_tests.distributed.readme_commands",
+        "versions": {name: version(name) for name in ("vllm", "torch", "ray")},
+        "requests": len(PROMPTS),
+        "rows": rows,
+    }
+    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(wrong > 0)
 
 

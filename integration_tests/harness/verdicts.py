@@ -1,9 +1,9 @@
 """A pytest plugin that notes what each test of the matrix said: `-p ... --verdicts=FILE`.
 
 A test belongs to the rows that its markers `row` name, to the combination of its `engine` or
-`server` or of a marker's `combo` (without any: to the release of vLLM it ran beside), and to the way
-of drafting that its `mode` names. The file also names every test that failed, whether or not it has a row,
-and says how pytest ended.
+`server` or of a marker's `combo` (without any: to the release of vLLM it ran beside), and to the
+way of drafting that its `mode` names. The file also names every test that failed, whether or not
+it has a row, and says how pytest ended.
 
 A file `verdicts-RELEASE.json` holds what ran beside that release: pytest does not start beside
 another one.
