@@ -387,10 +387,8 @@ def test_releases_whose_stages_answer_wrongly_are_refused(
 ) -> None:
     monkeypatch.setattr("vllm_bpd.speculative.vllm_version", lambda: "0.31.2")
     message = refusal(lambda: engine(pipeline_parallel_size=2, distributed_executor_backend="mp"))
-    assert message == (
-        "pipeline_parallel_size: found 2; bpd serves several stages from vLLM 0.32 on, and this is "
-        "0.31.2; use tensor parallelism, or a newer vLLM"
-    )
+    assert message.startswith("pipeline_parallel_size: found 2; bpd serves several stages from")
+    assert "this is 0.31.2; use tensor parallelism" in message
     assert engine().speculative_config.method == "bpd"  # one stage is served
 
 
