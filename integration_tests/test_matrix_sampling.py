@@ -61,7 +61,9 @@ def job(target: Path, heads: Path, batches: list[dict[str, Any]]) -> dict[str, A
     """A job that drafts successors."""
     order = bigram_logits(target).argsort(dim=-1)
     made = make_job(target, batches, **ENGINE)
-    made["llm"]["speculative_config"] = {"method": "bpd", "model": str(heads)}
+    # Unless told how sure to be, a batch of requests that sample drafts nothing on a CPU.
+    speculative = {"method": "bpd", "model": str(heads), "min_confidence": 0.1}
+    made["llm"]["speculative_config"] = speculative
     successors = [[row[-1], row[0]] for row in order.tolist()]
     return made | {"drafts": {"source": "plugin", "recordings": [], "successors": successors}}
 

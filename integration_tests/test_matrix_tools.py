@@ -31,7 +31,9 @@ def server(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """A running server whose random heads draft at every step."""
     folder = tmp_path_factory.mktemp("tools")
     heads = write_heads(targets["text"], folder / "heads", NUM_HEADS)
-    options = [*OPTIONS, "--spec-method", "bpd", "--spec-model", str(heads)]
+    # Told how sure to be, many requests that sample draft on a CPU as well.
+    config = {"method": "bpd", "model": str(heads), "min_confidence": 0.1}
+    options = [*OPTIONS, "--speculative-config", json.dumps(config)]
     with serving(COMBOS[0], targets["text"], folder / "log.txt", options) as running:
         yield running
 

@@ -27,6 +27,7 @@ class ConfidenceSchedule:
     last_sizes: tuple[int, ...]  # of each range, ascending
     lowest: tuple[float, ...]  # of each range, 0..1; 1: draft nothing
     heads_up_to: int | None = None  # in larger batches the heads rest, unless a user says otherwise
+    sampled_up_to: int | None = None  # in larger batches only greedy requests draft
 
     def at(self, batch_size: int) -> float:
         """The lowest confidence for a batch of `batch_size` requests."""
@@ -37,8 +38,9 @@ class ConfidenceSchedule:
 
 
 # On a CPU a verified token soon costs its full share. Measured on two cores (docs/speed.md), which
-# are busy early; with more of them drafts pay for longer than this lets them.
-ON_CPU = ConfidenceSchedule((2, 5, 11, 12), (0.1, 0.15, 0.4, 0.7), heads_up_to=11)
+# are busy early; with more of them drafts pay for longer than this lets them. Where a request
+# samples, the engine passes over the vocabulary several times for each draft, and keeps fewer.
+ON_CPU = ConfidenceSchedule((2, 5, 11, 12), (0.1, 0.15, 0.4, 0.7), heads_up_to=11, sampled_up_to=5)
 
 
 def schedule(

@@ -114,6 +114,13 @@ RUNNERS = (
         "how many drafts a dynamic schedule wants",
     ),
     Patch(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        ATTRIBUTES + "temperature",
+        None,
+        "which requests are greedy",
+    ),
+    Patch(
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",
         ATTRIBUTES + "num_draft_tokens, draft_token_ids",

@@ -73,18 +73,23 @@ class BpdProposer:
         num_draft_tokens: Sequence[int] | None,
         num_drafts: int,
         texts: Texts,
+        temperature_B: Tensor | None = None,
     ) -> list[list[int]]:
         """Drafts for each request; none for one that sampled nothing (a prefill chunk).
 
         `sampled` holds the ids each request has just accepted and sampled; `num_draft_tokens`
-        how many drafts each had under verification (None: none had any). With a lattice, a
-        request has fewer drafts where more would not be accepted.
+        how many drafts each had under verification (None: none had any); `temperature_B` is 0
+        where a request is greedy (None: all are). With a lattice, a request has fewer drafts
+        where more would not be accepted.
         """
         assert self.model is not None, "load_model() comes first"
         self.tally.count_accepted(texts.request_ids, sampled)
         drafts: list[list[int]] = [[] for _ in sampled]
         rows = last_accepted_rows(sampled, num_draft_tokens)
-        lowest, by_text_alone = self._how_sure(len(texts.request_ids))
+        lowest, by_text_alone, greedy_alone = self._how_sure(len(texts.request_ids))
+        if greedy_alone and temperature_B is not None:
+            greedy_B = (temperature_B == 0).tolist()
+            rows = {i: row for i, row in rows.items() if greedy_B[i]}
         if not rows or num_drafts == 0 or lowest >= 1:
             return drafts
         if self.model.lattice_weights_PF is None:
@@ -104,8 +109,9 @@ class BpdProposer:
             self.tally.note_drafts(texts.request_ids[i], from_context)
         return drafts
 
-    def _how_sure(self, batch_size: int) -> tuple[float, bool]:
-        """The lowest confidence, and whether so many requests run that the heads rest.
+    def _how_sure(self, batch_size: int) -> tuple[float, bool, bool]:
+        """The lowest confidence, and whether so many requests run that the heads rest, and that
+        those that sample draft nothing.
 
         Read anew at every step: `vllm-bpd tune` changes it between runs.
         """
@@ -119,7 +125,12 @@ class BpdProposer:
         most: int | None = speculative.heads_up_to_batch_size
         if most is None and self.model.lattice_weights_PF is not None:
             most = wanted.heads_up_to
-        return wanted.at(batch_size), most is not None and batch_size > most
+        sampled = wanted.sampled_up_to
+        return (
+            wanted.at(batch_size),
+            most is not None and batch_size > most,
+            sampled is not None and batch_size > sampled,
+        )
 
     @staticmethod
     def _inputs(
@@ -250,4 +261,5 @@ def propose_draft_token_ids(
             runner.input_batch.token_ids_cpu,
             runner.input_batch.num_tokens_no_spec,
         ),
+        sampling_metadata.temperature,
     )

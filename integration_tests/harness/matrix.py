@@ -142,10 +142,12 @@ class Suite:
             ]
             batches = [self.groups[name].batch(each) for name, each in keys]
             job = make_job(self.target, batches, **self.engine)
-            speculative: dict[str, Any] = {"method": "bpd", "model": str(self.heads)}
-            if with_lattice:  # random heads are never sure, so that little would be drafted
-                speculative |= {"model": str(self.lattice), "min_confidence": 0.1}
-            job["llm"]["speculative_config"] = speculative
+            job["llm"]["speculative_config"] = {
+                "method": "bpd",
+                "model": str(self.lattice if with_lattice else self.heads),
+                # Random heads are never sure, so that little would be drafted by default.
+                "min_confidence": 0.1,
+            }
             if not with_lattice:
                 job["drafts"] = stand_in("plugin", self.recordings())
             self.replies[key] = dict(zip(keys, run(engine, job)["batches"], strict=True))

@@ -27,6 +27,8 @@ def test_on_a_cpu_drafts_have_to_be_surer_as_more_requests_run() -> None:
     assert lowest == sorted(lowest)
     assert lowest[0] < lowest[-1] < 1
     assert ON_CPU.heads_up_to in ON_CPU.last_sizes  # alone, the text has to be surer
+    assert ON_CPU.sampled_up_to is not None
+    assert schedule(None, 0.1, "cpu").sampled_up_to is None  # unless told how sure
 
 
 def test_what_is_asked_for_holds_on_a_cpu_too() -> None:

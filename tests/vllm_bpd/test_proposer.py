@@ -216,11 +216,13 @@ def test_our_drafter_is_given_the_hidden_states_of_the_sampled_rows(drafter: Bpd
     output = SimpleNamespace(num_spec_tokens_to_schedule=2)
     metadata = SimpleNamespace(num_draft_tokens=[1, 0])
 
+    greedy = SimpleNamespace(temperature=None)
+
     def original(*_: Any) -> None:
         raise AssertionError("the engine's own was called")
 
     drafts = proposer.propose_draft_token_ids(
-        original, runner, output, [[7, 8], [9]], None, states(9), states(3), None, metadata,
+        original, runner, output, [[7, 8], [9]], greedy, states(9), states(3), None, metadata,
         None, None,
     )  # fmt: skip
     assert drafts == [[1, 8], [2, 9]]

@@ -85,8 +85,10 @@ UNDER_VERIFICATION = [1, 2, 0, 1]
 ROWS = 8  # of which 1, 2 and 6 are the last accepted ones
 
 
-def drafts(made: BpdProposer, num_drafts: int = PLACES) -> list[list[int]]:
-    return made.propose(SAMPLED, states(ROWS), UNDER_VERIFICATION, num_drafts, TEXTS)
+def drafts(
+    made: BpdProposer, num_drafts: int = PLACES, temperature_B: Tensor | None = None
+) -> list[list[int]]:
+    return made.propose(SAMPLED, states(ROWS), UNDER_VERIFICATION, num_drafts, TEXTS, temperature_B)
 
 
 def test_each_request_is_drafted_for_as_far_as_heads_or_its_text_reach() -> None:
@@ -157,6 +159,27 @@ def test_on_a_cpu_the_heads_rest_unless_told_how_sure_to_be(
     assert drafts(make(min_confidence=None, heads_up_to_batch_size=4)) == drafts(make())
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_cpu_requests_that_sample_rest_in_a_large_batch(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """Four requests, of which the second alone is greedy, or all sample."""
+    temperature_B = torch.tensor([0.7, 0.7 if alone else 0.0, 1.0, 0.2])
+    whole = drafts(make())
+    for most in (3, 4):
+        least_sure = ConfidenceSchedule((1,), (0.0,), sampled_up_to=most)
+        monkeypatch.setattr(confidence, "ON_CPU", least_sure)
+        made = make(min_confidence=None)
+        if most == 4:
+            assert drafts(made, temperature_B=temperature_B) == whole
+            continue
+        rest: list[list[int]] = [[], [] if alone else whole[1], [], []]
+        assert drafts(made, temperature_B=temperature_B) == rest
+        assert [size for size, _ in heads_of(made).batches] == ([] if alone else [1])
+        assert drafts(made) == whole  # all are greedy
+    assert drafts(make(), temperature_B=temperature_B) == whole  # told how sure to be
+
+
 def test_in_a_large_batch_without_context_lookup_nothing_drafts() -> None:
     made = make(heads_up_to_batch_size=0, context_lookup=False)
     assert drafts(made) == [[], [], [], []]
@@ -194,7 +217,7 @@ def test_the_engines_own_table_is_searched() -> None:
         SimpleNamespace(drafter=made, input_batch=batch),
         SimpleNamespace(num_spec_tokens_to_schedule=PLACES),
         SAMPLED,
-        None,
+        SimpleNamespace(temperature=None),
         states(9),
         states(ROWS),
         None,
