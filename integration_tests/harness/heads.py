@@ -44,6 +44,11 @@ def start_of_lattice(places: int | None) -> Any:
     return initial_weights().repeat(places, 1)
 
 
+def most_visited(visits_V: Any, count: int) -> Any:
+    """The `count` ids that were visited most, ascending."""
+    return visits_V.argsort(descending=True, stable=True)[:count].sort().values
+
+
 def write_chain_heads(
     target: Path,
     directory: Path,
@@ -100,9 +105,7 @@ def write_chain_heads(
             output[rows] = solved_FD.T
             visits_V += torch.bincount(token_V, minlength=len(visits_V))
             token_V = successor_V[token_V]
-    ids = None
-    if draft_vocab_size is not None:
-        ids = visits_V.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
+    ids = None if draft_vocab_size is None else most_visited(visits_V, draft_vocab_size)
     lattice = start_of_lattice(places)
     save_heads(directory, heads, ids, dtype=torch.float32, lattice_weights_PW=lattice)
     return directory

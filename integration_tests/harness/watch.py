@@ -225,12 +225,12 @@ def noting_v1(propose: Any, watch: Watch) -> Any:
     """`BpdProposer.propose`, noting its blocks."""
 
     def wrapped(
-        self: Any, sampled: Any, states: Any, before: Any, num_drafts: int, texts: Any
+        self: Any, sampled: Any, states: Any, before: Any, num_drafts: int, texts: Any, *more: Any
     ) -> Any:
         watch.given.clear()
-        drafts = propose(self, sampled, states, before, num_drafts, texts)
+        drafts = propose(self, sampled, states, before, num_drafts, texts, *more)
         places = [place for place, tokens in enumerate(sampled) if tokens]
-        lowest, by_text_alone = self._how_sure(len(texts.request_ids))
+        lowest, by_text_alone, _ = self._how_sure(len(texts.request_ids))
         if by_text_alone and places and num_drafts > 0 and lowest < 1:
             assert not watch.given, "the heads were to rest"
             watch.given.append(nothing_given(len(places)))
