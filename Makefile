@@ -48,7 +48,7 @@ test-matrix: setup ## every row on both runners and releases; writes docs/compat
 test-distributed: setup ## tensor, pipeline and data parallel, over processes and Ray, on CPUs
 	@$(ON_CPU) $(VENV_PYTHON) -m pytest integration_tests/distributed \
 		integration_tests/test_ray_llm.py tests/vllm_bpd/test_ranks.py \
-		$(PARALLEL) --dist loadfile $(ARGS)
+		$(PARALLEL) $(ARGS)
 
 soak: setup ## mixed traffic for an hour, answers compared; ARGS="--minutes 5" is passed on
 	@$(ON_CPU) $(VENV_PYTHON) -m integration_tests.soak $(ARGS)

@@ -70,6 +70,9 @@ def combo_of(item: pytest.Item) -> Combo | None:
 def group(item: pytest.Item) -> str:
     """What one process of a parallel run does: a file's tests that share an engine, or answers."""
     combo = combo_of(item)
+    spread: Combo | None = getattr(getattr(item, "callspec", None), "params", {}).get("combo")
+    if spread is not None:  # over several ranks: engines of one release are as many as all others
+        return f"{item.path.stem}-{spread.release}"
     if combo is None or item.path.name in _COMPARES_COMBOS:
         return item.path.stem
     return f"{item.path.stem}-{combo.name}"

@@ -28,6 +28,8 @@ from vllm_bpd.checkpoint import DRAFT_TOKEN_IDS, LATTICE_WEIGHTS
 from vllm_bpd.lattice import CANDIDATES
 from vllm_bpd.proposer import Texts
 
+# The ranks' steps are run once, for all tests.
+pytestmark = pytest.mark.xdist_group("test_ranks")
 VOCAB = 131  # odd: vLLM pads it, and the second rank has 35 real ids of 96
 PLACES = 4
 CASES: dict[str, dict[str, Any]] = {
