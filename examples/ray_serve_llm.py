@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 # Ray's logical CPUs; with fewer, something never starts.
-CPUS_OF_A_REPLICA, CPUS_OF_THE_REST = 2, 2  # the rest: the ingress, and one to spare
+CPUS_OF_A_REPLICA, CPUS_OF_THE_REST = 2, 4  # the rest: the ingress, and what ends replicas
 
 
 def speculative_config(heads: str | None) -> dict[str, Any]:
