@@ -88,7 +88,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     left = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(timeout=120)
+        process.wait(timeout=20)  # a replica that is just starting does not listen
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
