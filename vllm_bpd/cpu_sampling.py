@@ -7,8 +7,8 @@ prompt with one token left to read that joins running requests is padded with dr
 stand-in for the kernel that verifies takes for their probability what lies before the row in
 memory, and may accept one; the answer then begins with a token drawn from the row behind.
 
-And noise is drawn over the vocabulary for requests that have no draft to replace: for 16 requests
-of which three drafted it takes a tenth of a step.
+And noise is drawn over the vocabulary for every request of a step in which any drafted, those
+without a draft to replace included: each of them takes as long as one that has.
 
 Shape suffixes: B requests, N drafts of all of them, K drafts of one at most, V vocabulary.
 """
