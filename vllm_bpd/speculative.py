@@ -81,7 +81,8 @@ class BpdSpeculativeConfig(SpeculativeConfig):
     min_confidence: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
     """Drafts stop before the one that would be accepted with a lower probability than this. Saves
     verification on model runner V1; V2 always verifies `num_speculative_tokens`. None: 0.1, but
-    on a CPU rising with the number of running requests (`confidence.ON_CPU`)."""
+    on a CPU rising with the number of running requests, of which above `sampled_up_to` only the
+    greedy ones draft (`confidence.ON_CPU`)."""
 
     min_confidence_per_batch_size: list[tuple[int, int, float]] | None = None
     """`min_confidence` by the number of running requests, as `[[1, 4, 0.1], [5, 16, 0.6], [17, 256,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_a_header_that_cannot_be_read_is_one_line(target: Path, heads: Path, hea
     assert read_fingerprint(target).lm_head_hash is None
 
 
+def said_of(folder: Path, change: dict[str, Any], read: Callable[[Path], object]) -> str:
+    """The one line that `read` says once `change` is made to the config in `folder`."""
+    values = json.loads((folder / CONFIG_FILE).read_text()) | change
+    (folder / CONFIG_FILE).write_text(json.dumps(values))
+    with pytest.raises(HeadsError) as caught:
+        read(folder)
+    return one_line(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -95,11 +105,7 @@ def test_a_header_that_cannot_be_read_is_one_line(target: Path, heads: Path, hea
 def test_values_that_would_break_a_line_are_cut(
     heads: Path, change: dict[str, Any], said: str
 ) -> None:
-    values = json.loads((heads / CONFIG_FILE).read_text()) | change
-    (heads / CONFIG_FILE).write_text(json.dumps(values))
-    with pytest.raises(HeadsError) as caught:
-        read_config(heads)
-    message = one_line(caught.value)
+    message = said_of(heads, change, read_config)
     assert message.startswith(f"{heads / CONFIG_FILE}: {said}")
     assert len(message) < 800
 
@@ -116,11 +122,8 @@ def test_values_that_would_break_a_line_are_cut(
 def test_a_targets_config_of_another_shape_is_named(
     target: Path, change: dict[str, Any], said: str
 ) -> None:
-    values = json.loads((target / CONFIG_FILE).read_text()) | change
-    (target / CONFIG_FILE).write_text(json.dumps(values))
-    with pytest.raises(HeadsError) as caught:
-        read_fingerprint(target)
-    assert one_line(caught.value) == f"{target / CONFIG_FILE}: {said}; this is no target's config"
+    message = said_of(target, change, read_fingerprint)
+    assert message == f"{target / CONFIG_FILE}: {said}; this is no target's config"
 
 
 def nested() -> list[Any]:
