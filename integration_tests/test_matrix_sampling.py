@@ -7,6 +7,7 @@ likely.
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def sampled_batch(setting: dict[str, Any], mode: str, samples: int = SAMPLES) -> dict[str, Any]:
+def sampled_batch(mode: str, *settings: dict[str, Any], samples: int = SAMPLES) -> dict[str, Any]:
     """Requests that give `samples` tokens, each with its own seed, four answers to a prompt.
 
-    No two modes share a seed: what they draw is counted together as independent.
+    They take the settings in turn. No two modes share a seed: what they draw is counted together as
+    independent.
     """
     prompts = make_prompts([2] * math.ceil(samples / LENGTH / 4), VOCAB, seed=5)
-    sampling = {"max_tokens": LENGTH, "ignore_eos": True, "n": 4, **setting}
+    sampling = {"max_tokens": LENGTH, "ignore_eos": True, "n": 4}
     requests = [
         # The n-th answer's seed is the request's plus n.
-        {"prompt": prompt, "sampling": sampling | {"seed": 100 * seed + 10 * MODES.index(mode)}}
-        for seed, prompt in enumerate(prompts)
+        {
+            "prompt": prompt,
+            "sampling": sampling | setting | {"seed": 100 * seed + 10 * MODES.index(mode)},
+        }
+        for seed, (prompt, setting) in enumerate(zip(prompts, itertools.cycle(settings)))
     ]
     return {"requests": requests, "drafts": mode}
 
@@ -90,7 +95,6 @@ def skip_on_the_oldest_v2(engine: EngineProcess) -> None:
 
 # `make test` draws with these, `make test-matrix` with all.
 FAST = ("temperature 1", "top_k")
-ON_V2 = "temperature 1"  # beside `top_k` and `top_p`, which a lattice's drafts are drawn with
 
 
 @pytest.mark.row("sampling")
@@ -102,24 +106,55 @@ ON_V2 = "temperature 1"  # beside `top_k` and `top_p`, which a lattice's drafts 
 def test_distribution(
     engine: EngineProcess, targets: dict[str, Path], heads: Path, name: str
 ) -> None:
-    """Fifty thousand tokens of each way to draft (on interpreted V2 of all three together)."""
-    if engine.combo.runner == "V2" and name != ON_V2:
-        pytest.skip("interpreted kernels are too slow for a second setting of all ways to draft")
-    skip_on_the_oldest_v2(engine)
-    samples = SAMPLES if engine.combo.runner == "V1" else SAMPLES // len(SCRIPTED)
-    batches = [sampled_batch(SETTINGS[name], mode, samples) for mode in SCRIPTED]
+    """Fifty thousand tokens of each way to draft."""
+    if engine.combo.runner == "V2":
+        pytest.skip("interpreted kernels are too slow for each setting alone: drawn with all mixed")
+    batches = [sampled_batch(mode, SETTINGS[name]) for mode in SCRIPTED]
     reply = run(engine, job(targets["bigram"], heads, batches), LONGEST)
     expected = distribution(bigram_logits(targets["bigram"]), SETTINGS[name]).tolist()
-    everything = []
     for mode, asked, batch in zip(SCRIPTED, batches, reply["batches"], strict=True):
-        sampled = texts(asked | batch)
-        everything += sampled
         assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"], mode
-        assert chi_square(count_pairs(sampled, VOCAB), expected) < FARTHEST, mode
+        assert chi_square(count_pairs(texts(asked | batch), VOCAB), expected) < FARTHEST, mode
         assert batch["faults"] == []
-    counts = count_pairs(everything, VOCAB)
-    assert sum(map(sum, counts)) >= SAMPLES
-    assert chi_square(counts, expected) < FARTHEST
+
+
+@pytest.mark.row("sampling")
+@pytest.mark.timeout(LONGEST + 60)
+@pytest.mark.full
+def test_distribution_of_mixed_requests(
+    engine: EngineProcess, targets: dict[str, Path], heads: Path
+) -> None:
+    """Neighbours in a batch each keep their own setting: every drafted row takes its request's.
+
+    Fifty thousand tokens of each way to draft, on interpreted V2 of all three together.
+    """
+    skip_on_the_oldest_v2(engine)
+    samples = SAMPLES if engine.combo.runner == "V1" else SAMPLES // len(SCRIPTED)
+    batches = [sampled_batch(mode, *SETTINGS.values(), samples=samples) for mode in SCRIPTED]
+    reply = run(engine, job(targets["bigram"], heads, batches), LONGEST)
+    logits_PV = bigram_logits(targets["bigram"])
+    expected = [row for s in SETTINGS.values() for row in distribution(logits_PV, s).tolist()]
+    everything: list[list[list[int]]] = []
+    for mode, asked, batch in zip(SCRIPTED, batches, reply["batches"], strict=True):
+        assert 0 < batch["spec"]["accepted"] < batch["spec"]["drafted"], mode
+        assert batch["faults"] == []
+        counts = count_by_setting(texts(asked | batch))
+        assert chi_square(counts, expected) < FARTHEST, mode
+        everything.append(counts)
+    together = [
+        [sum(cell) for cell in zip(*row, strict=True)] for row in zip(*everything, strict=True)
+    ]
+    assert sum(map(sum, together)) >= SAMPLES
+    assert chi_square(together, expected) < FARTHEST
+
+
+def count_by_setting(sampled: list[list[int]]) -> list[list[int]]:
+    """Counts of pairs for each setting, one below another, of four answers to each prompt."""
+    counts = []
+    for place in range(len(SETTINGS)):
+        own = [t for i, t in enumerate(sampled) if i // 4 % len(SETTINGS) == place]
+        counts += count_pairs(own, VOCAB)
+    return counts
 
 
 @pytest.mark.row("sampling")
@@ -133,7 +168,8 @@ def test_distribution_with_a_lattice(
     skip_on_the_oldest_v2(engine)
     heads = write_heads(targets["bigram"], tmp_path / "heads", NUM_HEADS, places=PLACES)
     setting = SETTINGS["top_k and top_p"]
-    asked = sampled_batch(setting, "heads", SAMPLES // (1 if engine.combo.runner == "V1" else 3))
+    samples = SAMPLES // (1 if engine.combo.runner == "V1" else 3)
+    asked = sampled_batch("heads", setting, samples=samples)
     made = make_job(targets["bigram"], [asked], **ENGINE)
     made["llm"]["speculative_config"] = {
         "method": "bpd",
@@ -260,7 +296,7 @@ def test_the_first_token_beside_running_requests(
 def test_the_engine_alone(targets: dict[str, Path], tmp_path: Path) -> None:
     """The same check with drafts through the engine's own door, in a process without `bpd`."""
     setting = SETTINGS["temperature 0.6"]
-    made = make_job(targets["bigram"], [sampled_batch(setting, "oracle")], **ENGINE)
+    made = make_job(targets["bigram"], [sampled_batch("oracle", setting)], **ENGINE)
     order = bigram_logits(targets["bigram"]).argsort(dim=-1)
     successors = [[row[-1], row[0]] for row in order.tolist()]
     made["llm"]["speculative_config"] = {**STOCK_V1, "num_speculative_tokens": NUM_HEADS}

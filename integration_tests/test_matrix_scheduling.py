@@ -241,13 +241,16 @@ def test_the_base_is_itself_beside_adapters(
 ) -> None:
     """What this combination's target alone, with no speculation, answers in either batch."""
     if engine.combo.release != "0.33":
-        request.applymarker(pytest.mark.xfail(reason=BASE_FAULT, raises=AssertionError))
+        request.applymarker(pytest.mark.xfail(reason=BASE_FAULT, raises=KnownFaultError))
     with contextlib.suppress(AssertionError):  # `bpd` is not looked at here
         play("LoRA")
     suite = SUITES[suite_key("LoRA", engine)]
     batches = [suite.groups[name].batch() for name in ("LoRA", "base")]
     reply = run(engine, make_job(suite.target, batches, **suite.engine))
     mixed, alone = (batch["outputs"] for batch in reply["batches"])
-    for row, asked in enumerate(suite.groups["LoRA"].requests):
-        if asked.lora is None:
-            assert mixed[row]["completions"] == alone[row]["completions"]
+    asked = suite.groups["LoRA"].requests
+    rows = [row for row, request in enumerate(asked) if request.lora is None]
+    changed = [row for row in rows if mixed[row]["completions"] != alone[row]["completions"]]
+    if changed and engine.combo.release != "0.33":
+        raise KnownFaultError(BASE_FAULT)
+    assert changed == []

@@ -16,6 +16,7 @@ from integration_tests.harness.jobs import (
     run,
     stand_in,
 )
+from integration_tests.harness.known import KnownFaultError
 from integration_tests.harness.matrix import (
     BLOCK,
     MODES,
@@ -270,11 +271,31 @@ def test_as_without_speculation(
     text: Suite, engine: EngineProcess, request: pytest.FixtureRequest, group: str, mode: str
 ) -> None:
     """Ids, text, reasons and logprobs of every request."""
+    fault = ""
     if (group, mode, engine.combo.runner) == (BONUS_ENDS, "oracle", "V1"):
-        request.applymarker(pytest.mark.xfail(reason=BONUS_FAULT, raises=AssertionError))
+        fault = BONUS_FAULT
     if (group, engine.combo.release) == ("stops", "0.29") and mode in ("oracle", "corrupted"):
-        request.applymarker(pytest.mark.xfail(reason=STOPS_FAULT, raises=AssertionError))
-    check_group(text.groups[group], text.play(engine, group, mode))
+        fault = STOPS_FAULT
+    if fault:
+        request.applymarker(pytest.mark.xfail(reason=fault, raises=KnownFaultError))
+    reply = text.play(engine, group, mode)
+    if fault and only_ends_differ(text.groups[group], reply):
+        raise KnownFaultError(fault)
+    check_group(text.groups[group], reply)
+
+
+def only_ends_differ(group: Group, batch: dict[str, Any]) -> bool:
+    """Whether some answers differ, and none of them before its last token."""
+    differ = False
+    for outputs in batch["rounds"]:
+        for expected, found in zip(group.expected, outputs, strict=True):
+            [due], [got] = expected["completions"], found["completions"]
+            before_the_last = len(due["token_ids"]) - 1
+            if due["token_ids"][:before_the_last] != got["token_ids"][:before_the_last]:
+                return False
+            differ |= due["token_ids"] != got["token_ids"]
+    # Drafts of recorded answers: an answer that ends in another way has none.
+    return differ and all(fault.startswith("no recording begins") for fault in batch["faults"])
 
 
 @pytest.mark.row("stops")
