@@ -192,13 +192,12 @@ def as_markdown(results: dict[str, Any]) -> str:
 def write_figures(
     path: Path, command: str, results: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    """The figures as JSON, with what made them."""
+    """The figures as JSON, with what made them: of paths that were given, the last part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made_by = {
+    given = {name: vars(arguments).get(name) for name in ("target", "heads", "answers", "judge")}
+    made_by: dict[str, Any] = {
         "command": command,
-        "target": Path(arguments.target).name,
-        "heads": arguments.heads.name,
-        "answers": arguments.answers.name,
+        **{name: Path(value).name for name, value in given.items() if value is not None},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": {name: version(name) for name in ("torch", "transformers", "vllm-bpd")},
