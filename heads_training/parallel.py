@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
 _LEAVE_SECONDS = 60  # that a process gets to shut its engine down
+_ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Interrupt)): ")
 
 
 def run_engines(config: Any, finished: Callable[[], int], chunks: int) -> None:
@@ -133,14 +135,23 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+def last_word(text: str) -> str:
+    """The line of a log that says why its process failed: the last error, or the last line.
+
+    Python goes on after an error: with what it finds left over when it ends, for one.
+    """
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["no word"])[-1]
+
+
 def _report(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     """Raise HeadsError, one line, if any process failed."""
     failed = []
     for process, log in zip(processes, logs, strict=True):
         if process.returncode:
-            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "no word")
-            failed.append(f"{log} (status {process.returncode}): {last}")
+            why = last_word(log.read_text(encoding="utf-8", errors="replace"))
+            failed.append(f"{log} (status {process.returncode}): {why}")
     if failed:
         raise HeadsError(
             f"engines: {len(failed)} of {len(processes)} failed: {'; '.join(failed)}; what was "

@@ -10,7 +10,7 @@ import torch
 
 from heads_training.cli import build_parser, recipe_from
 from heads_training.generate import GenerateConfig, generate
-from heads_training.parallel import engine_environments, to_options
+from heads_training.parallel import engine_environments, last_word, to_options
 from heads_training.records import chunk_paths, read_records
 from vllm_bpd.errors import HeadsError
 
@@ -57,6 +57,24 @@ def test_two_processes_make_what_one_makes(chat_target: Path, tmp_path: Path) ->
     assert files[0] == files[1]
     assert sum(len(read_records(path)) for path in chunk_paths(shared.output)) == 6
     assert len(list(shared.output.glob("engine-*.log"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("", "no word"),
+        ("starting\n\n", "starting"),
+        ("error: target: found none\n", "error: target: found none"),
+        (
+            "Traceback (most recent call last):\n  File x\nvllm.v1.EngineDeadError: it died\n"
+            "resource_tracker.py:254: UserWarning: 1 leaked\n  warnings.warn('leaked')\n",
+            "vllm.v1.EngineDeadError: it died",
+        ),
+        ("ValueError: first\nduring it\nRuntimeError: second\nbye\n", "RuntimeError: second"),
+    ],
+)
+def test_a_log_says_why(log: str, why: str) -> None:
+    assert last_word(log) == why
 
 
 def test_a_failing_process_is_told_in_one_line(chat_target: Path, tmp_path: Path) -> None:
