@@ -21,6 +21,7 @@ from typing import Any
 from heads_training.evaluate import evaluate
 from heads_training.lattice_walk import THRESHOLDS, threshold_key
 from heads_training.records import Record, write_records
+from vllm_bpd.errors import HeadsError, read_json_lines
 
 
 def main() -> None:
@@ -154,11 +155,14 @@ def read_categories(path: Path | None) -> dict[str, list[str]]:
 
         return {"demo": list(PROMPTS)}
     found: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        record = json.loads(line)
+    try:
+        records = read_json_lines(path, "a prompt file")
+    except HeadsError as error:
+        raise SystemExit(f"error: {error}") from None
+    for where, record in records:
         prompt = record["turns"][0] if "turns" in record else record.get("prompt")
         if not isinstance(prompt, str):
-            raise SystemExit(f"{path}:{number}: found {sorted(record)}; expected prompt or turns")
+            raise SystemExit(f"error: {where}: found {sorted(record)}; expected prompt or turns")
         found.setdefault(record.get("category", "all prompts"), []).append(prompt)
     return found
 

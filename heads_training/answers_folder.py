@@ -16,7 +16,7 @@ from typing import Any
 from heads_training.degenerate import count_degenerate
 from heads_training.records import chunk_paths, read_records
 from heads_training.target import weights_digest
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json
 from vllm_bpd.fingerprint import read_fingerprint
 
 SETTINGS_FILE = "generate.json"
@@ -49,13 +49,8 @@ def check_settings(folder: Path, settings: dict[str, Any], worker: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(path, settings, f".partial{worker}")
         return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        differing = [n for n in settings if n not in _NAMES and found.get(n) != settings[n]]
-    except (OSError, ValueError, AttributeError) as error:
-        raise HeadsError(
-            f"{path}: not readable ({error}); delete it, or use another folder"
-        ) from None
+    found = read_json(path, "the settings of answers; delete it, or use another folder")
+    differing = [n for n in settings if n not in _NAMES and found.get(n) != settings[n]]
     if differing:
         name = differing[0]
         was = repr(found[name]) if name in found else "nothing"
@@ -86,7 +81,7 @@ def count_chunks(chunks: Iterable[Path]) -> Counter[str]:
     for chunk in chunks:
         path = counts_path(chunk)
         if path.is_file():
-            total.update(json.loads(path.read_text(encoding="utf-8")))
+            total.update(read_json(path, "counts of answers"))
         elif chunk.stat().st_size:
             total.update(count_degenerate(read_records(chunk)))
     return total

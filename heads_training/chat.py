@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json
 
 Message = dict[str, str]  # role and content
 
@@ -36,10 +35,7 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     path = folder / "generation_config.json"
     if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise HeadsError(f"{path}: not readable as a generation config ({error})") from None
+        found = read_json(path, "a generation config").get("eos_token_id")
         ids.update(found if isinstance(found, list) else [] if found is None else [found])
     return tuple(sorted(ids))
 

@@ -24,6 +24,7 @@ from heads_training.recipe import Recipe
 from heads_training.target import TargetRows, read_rows, resolve_target
 from heads_training.train import Trained, TrainingData, prepare, train
 from vllm_bpd.checkpoint import load_heads, require_replaceable, save_heads
+from vllm_bpd.errors import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def _within_context(config: GenerateConfig) -> GenerateConfig:
     Raises HeadsError if that leaves an answer no room.
     """
     path = resolve_target(config.target) / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path, "a model's config")
     context = (values.get("text_config") or values).get("max_position_embeddings")
     default = GenerateConfig.max_model_len
     if not isinstance(context, int) or not context < config.max_model_len == default:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heads_training.chat import Message
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json_lines
 
 _SHAPES = "a string `prompt`, or a list `messages` (role, content) or `conversations` (from, value)"
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -65,20 +65,10 @@ def read_conversations(path: Path) -> list[Conversation]:
 
     Raises HeadsError naming file, line and what was found.
     """
-    conversations = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadsError(f"{path}: not readable as a prompt file ({error})") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
-        conversations.append(_conversation(record, path.stem, where))
+    conversations = [
+        _conversation(record, path.stem, where)
+        for where, record in read_json_lines(path, "a prompt file")
+    ]
     if not conversations:
         raise HeadsError(f"{path}: no prompts found; expected at least one JSON object a line")
     return conversations

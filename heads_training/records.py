@@ -13,8 +13,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,8 @@ def read_records(path: Path) -> list[Record]:
     Raises HeadsError naming file, line and field.
     """
     records, empty = [], 0
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadsError(f"{path}: not readable as an answer file ({error})") from None
-    for number, line in enumerate(lines, start=1):
-        record = _parse_record(line, f"{path}:{number}")
+    for where, values in read_json_lines(path, "an answer file"):
+        record = _record(values, where)
         if record.answer_token_ids:
             records.append(record)
         else:
@@ -82,13 +79,7 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def _parse_record(line: str, where: str) -> Record:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
-    if not isinstance(values, dict):
-        raise HeadsError(f"{where}: found {type(values).__name__}; expected a JSON object")
+def _record(values: dict[str, Any], where: str) -> Record:
     for name in ("prompt_token_ids", "answer_token_ids"):
         ids = values.get(name)
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):

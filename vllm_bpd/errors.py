@@ -46,6 +46,34 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
+def read_json_lines(path: Path, what: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of the JSONL file at `path`, each behind its place, FILE:LINE.
+
+    Empty lines are passed over. Raises HeadsError, one line that names the place, for a file that
+    is not readable as `what`, and for a line that is no JSON object.
+    """
+    try:
+        # Not splitlines(): in a JSON text the other ends of lines that Unicode has may stand.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadsError(f"{path}: not readable as {what} ({error})") from None
+    objects = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            values = json.loads(line)
+        except RecursionError:
+            raise HeadsError(f"{where}: nested too deeply; expected a plain object") from None
+        except ValueError as error:
+            raise HeadsError(f"{where}: not JSON ({error}); expected one object a line") from None
+        if not isinstance(values, dict):
+            raise HeadsError(f"{where}: found {type(values).__name__}; expected a JSON object")
+        objects.append((where, values))
+    return objects
+
+
 def named(name: str) -> str:
     """A name out of a file as it stands in an error's line: plain, unless it would break it."""
     return name if name and name.isprintable() and len(name) <= _MOST_SHOWN else shown(name)

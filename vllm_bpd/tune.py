@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_bpd.discovery import find_heads
-from vllm_bpd.errors import HeadsError
+from vllm_bpd.errors import HeadsError, read_json_lines
 from vllm_bpd.tuning import OFF, Key, Setting, as_options, as_ranges, choose, choose_settings, ratio
 
 # Model runner V1: what is tried. A busy machine wants surer drafts than an idle one.
@@ -229,18 +229,11 @@ def _prompts(arguments: argparse.Namespace) -> list[list[int]]:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadsError(f"prompts: {path}: {error}; expected a JSONL file") from None
     texts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            text = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            text = None
+    for where, values in read_json_lines(path, "a prompt file"):
+        text = values.get("prompt")
         if not isinstance(text, str):
-            raise HeadsError(f"prompts: {path}:{number}: expected an object with a text `prompt`")
+            raise HeadsError(f"prompts: {where}: expected an object with a text `prompt`")
         texts.append(text)
     if not texts:
         raise HeadsError(f"prompts: {path}: found no line; expected one prompt a line")

@@ -17,7 +17,7 @@ from vllm_bpd.checkpoint import (
     read_config,
     require_replaceable,
 )
-from vllm_bpd.errors import HeadsError, named, shown
+from vllm_bpd.errors import HeadsError, named, read_json_lines, shown
 from vllm_bpd.fingerprint import read_fingerprint
 
 DEEP = "[" * 100_000
@@ -48,6 +48,24 @@ def test_json_that_cannot_be_read_is_one_line(target: Path, heads: Path, text: s
         assert one_line(caught.value).startswith(f"{path}: not readable as {kind} (")
     with pytest.raises(HeadsError, match="found something other than heads"):
         require_replaceable(heads)
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "[]"], ids=lambda text: f"{text[:20]}...")
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n' + text.encode("latin-1"))
+    with pytest.raises(HeadsError) as caught:
+        read_json_lines(path, "a file")
+    where = str(path) if text == "\xff" else f"{path}:3"  # UTF-8 is read as a whole
+    assert one_line(caught.value).startswith(f"{where}: ")
+
+
+def test_a_line_ends_where_json_lets_it(tmp_path: Path) -> None:
+    """Other line ends that Unicode has may stand in a text as they are."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": "b\u2028c\x85d"}\r\n{"a": "e"}\n', encoding="utf-8", newline="")
+    found = read_json_lines(path, "a file")
+    assert found == [(f"{path}:1", {"a": "b\u2028c\x85d"}), (f"{path}:2", {"a": "e"})]
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=lambda text: f"{text[:20]}...")
