@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 EngineName = Literal["auto", "vllm", "transformers"]
 _DEFAULT_LOGPROBS = 20  # the most that vLLM hands out unless told otherwise
+_STEP_TOKENS = 4096  # of prompts and answers that a step reads on a CPU, at least
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,19 @@ def _cut(ids: Sequence[int], max_tokens: int, stop_ids: tuple[int, ...]) -> Comp
     return Completion(list(ids[:max_tokens]), "length")
 
 
+def _whole_prompts(max_model_len: int) -> dict[str, Any]:
+    """Options of vLLM's with which a CPU reads each prompt in one step; none elsewhere.
+
+    On a CPU, a seeded prompt that is read in two steps ends vLLM's engine (docs/exactness.md).
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {}
+    tokens = max(max_model_len, _STEP_TOKENS)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+
+
 class VllmEngine:
     """vLLM's offline engine, without speculation."""
 
@@ -121,6 +135,7 @@ class VllmEngine:
                 max_logprobs=max(_DEFAULT_LOGPROBS, 2 * options.beams),
                 tensor_parallel_size=options.tensor_parallel,
                 seed=options.seed,
+                **_whole_prompts(options.max_model_len),
             )
         except ValueError as error:
             reason = next((line for line in str(error).splitlines()[1:] if line.strip()), error)

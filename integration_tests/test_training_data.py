@@ -138,15 +138,7 @@ def test_both_engines_give_the_same_answers(tmp_path: Path, beams: int, answer_t
         max_num_seqs=8,
         dtype="float32",
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "heads_training.cli", "generate", *to_options(config)],
-        env=engine_environment(COMBOS[0]),
-        cwd=REPOSITORY,
-        timeout=JOB_TIMEOUT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    generate_apart(config)
     ours = GenerateConfig(
         **{**config.__dict__, "engine": "transformers", "output": tmp_path / "transformers"}
     )
@@ -157,3 +149,40 @@ def test_both_engines_give_the_same_answers(tmp_path: Path, beams: int, answer_t
     )
     assert len(by_vllm) == 4
     assert by_vllm == by_transformers
+
+
+def test_many_sampled_answers_at_once(tmp_path: Path) -> None:
+    """More tokens of seeded prompts than a step of the engine takes: V1 would split one."""
+    target = write_chat_target(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{n} " + "What is the ship? " * 12}) + "\n" for n in range(120)]
+    prompts.write_text("".join(lines), encoding="utf-8")
+    config = GenerateConfig(
+        str(target),
+        tmp_path / "vllm",
+        (prompts,),
+        0,
+        engine="vllm",
+        temperature=1.0,
+        answer_tokens=4,
+        max_model_len=256,
+        max_num_seqs=128,
+        dtype="float32",
+    )
+    generate_apart(config)
+    records = [record for path in answer_files(config.output) for record in read_records(path)]
+    assert len(records) == len(lines)
+    assert sum(len(record.prompt_token_ids) for record in records) > 8192
+
+
+def generate_apart(config: GenerateConfig) -> None:
+    """`bpd-train generate` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "heads_training.cli", "generate", *to_options(config)],
+        env=engine_environment(COMBOS[0]),
+        cwd=REPOSITORY,
+        timeout=JOB_TIMEOUT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
