@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from benchmarks.drafters import measure, variants, write_figures
-from benchmarks.trials import JUDGED
+from benchmarks.trials import JUDGED, draw
 from heads_training.dataset import Texts, coverage, draft_vocabulary, read_texts, split_held_out
 from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import Lattice, fit_weights, head_candidates, make_lattice
@@ -69,7 +69,9 @@ def main() -> None:
     if arguments.output:
         results = {"k": arguments.k, "sizes": found}
         write_figures(arguments.output, "python -m benchmarks.draft_vocabulary", results, arguments)
-        draw(arguments.output.with_suffix(".svg"), found, str(arguments.k))
+        along = [row["scored ids"] for row in found]
+        picture = arguments.output.with_suffix(".svg")
+        draw(picture, "scored ids", along, found, str(arguments.k))
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -150,21 +152,6 @@ def as_markdown(found: list[dict[str, Any]], k: str) -> str:
             f"| {row['cost']:.2f} | " + " | ".join(f"{value:.3f}" for value in steps) + " |"
         )
     return "\n".join(lines)
-
-
-def draw(path: Path, found: list[dict[str, Any]], k: str) -> None:
-    """Tokens a step against the number of scored ids."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    sizes = [row["scored ids"] for row in found]
-    for name in JUDGED:
-        steps = [row["drafters"][name]["all"][k]["tokens_per_step"] for row in found]
-        axes.plot(sizes, steps, marker="o", label=name)
-    axes.set(title=f"tokens a step, k = {k}", xlabel="scored ids", xscale="log")
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

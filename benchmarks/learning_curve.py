@@ -12,7 +12,6 @@ import argparse
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.drafters import write_figures
@@ -22,6 +21,7 @@ from benchmarks.trials import (
     Trial,
     add_arguments,
     answer_tokens,
+    draw,
     read_ground,
     run_trials,
 )
@@ -53,7 +53,9 @@ def main() -> None:
     if arguments.output:
         results = {"k": arguments.k, "epochs": arguments.epochs, "rows": rows}
         write_figures(arguments.output, "python -m benchmarks.learning_curve", results, arguments)
-        draw(arguments.output.with_suffix(".svg"), rows, str(arguments.k))
+        along = [row["trained_tokens"] for row in rows]
+        picture = arguments.output.with_suffix(".svg")
+        draw(picture, "answer tokens trained on", along, rows, str(arguments.k))
 
 
 def sizes(
@@ -92,21 +94,6 @@ def as_markdown(rows: list[dict[str, Any]], k: str) -> str:
                 f"| {row['trained_tokens']:,} | {row['steps']:,} | {name} | {' | '.join(cells)} |"
             )
     return "\n".join(lines)
-
-
-def draw(path: Path, rows: list[dict[str, Any]], k: str) -> None:
-    """The same as a picture: a line a drafter, over all answers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    tokens = [row["trained_tokens"] for row in rows]
-    for name in JUDGED:
-        found = [row["drafters"][name]["all"][k]["tokens_per_step"] for row in rows]
-        axes.plot(tokens, found, marker="o", label=name)
-    axes.set(title=f"tokens a step, k = {k}", xlabel="answer tokens trained on", xscale="log")
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

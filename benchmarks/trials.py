@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", required=True, help="recipe, or the name of one that ships")
     parser.add_argument("--work", type=Path, default=Path("bpd-trials"), help="what is kept")
-    parser.add_argument("--output", type=Path, help="JSON file; a picture lies beside it")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
 
 
 def read_ground(arguments: argparse.Namespace) -> tuple[Ground, TrainConfig]:
@@ -134,3 +134,17 @@ def _run(ground: Ground, trial: Trial, folder: Path) -> dict[str, Any]:
         "checkpoint_bytes": (folder / "heads" / "model.safetensors").stat().st_size,
         **measure({name: found[name] for name in JUDGED}, judged),
     }
+
+
+def draw(path: Path, xlabel: str, sizes: Sequence[int], rows: Sequence[Any], k: str) -> None:
+    """A picture of tokens a step at `k`, over all answers: a line a drafter, a point a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in JUDGED:
+        found = [row["drafters"][name]["all"][k]["tokens_per_step"] for row in rows]
+        axes.plot(sizes, found, marker="o", label=name)
+    axes.set(title=f"tokens a step, k = {k}", xlabel=xlabel, xscale="log")
+    axes.legend()
+    figure.savefig(path)

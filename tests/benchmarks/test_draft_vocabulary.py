@@ -43,5 +43,3 @@ def test_more_ids_cover_and_cost_more(
     table = draft_vocabulary.as_markdown(found, "2")
     assert table.count("\n| ") == 1 + len(found)
     assert all(name in table for name in JUDGED)
-    draft_vocabulary.draw(tmp_path / "sizes.svg", found, "2")
-    assert (tmp_path / "sizes.svg").stat().st_size > 1000

@@ -113,6 +113,6 @@ def test_tables_have_a_row_each(ground: Ground) -> None:
     [(_, figures)] = run_trials(ground, [Trial("one", SHORT, ground.shards)])
     table = learning_curve.as_markdown([figures, figures], "2")
     assert table.count(f"| {figures['trained_tokens']:,} |") == 2 * len(JUDGED)
-    learning_curve.draw(ground.work / "curve.svg", [figures, figures], "2")
+    trials.draw(ground.work / "curve.svg", "tokens", [1, 2], [figures, figures], "2")
     assert (ground.work / "curve.svg").stat().st_size > 1000
     assert ablation.as_markdown({"one": figures}).count("| one |") == len(JUDGED)
