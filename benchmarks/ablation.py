@@ -67,6 +67,7 @@ def make_trials(ground: Ground, config: TrainConfig) -> list[Trial]:
         "all, half as wide": replace(config, head_hidden_size=hidden // 2),
         "all, twice as wide": replace(config, head_hidden_size=2 * hidden),
         "all, relu": replace(config, activation="relu"),
+        "all, answers alone": replace(config, prompt_rows=False),
         "all, hard labels": replace(config, distillation=0.0),
         "all, soft labels only": replace(config, distillation=1.0),
     }

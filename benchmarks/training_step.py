@@ -186,6 +186,7 @@ def made_data(args: argparse.Namespace) -> TrainingData:
         [False],
         [ids_T.int()],
         torch.tensor([rows]),
+        torch.tensor([False]),
     )
     matrix_VD: Tensor = torch.randn(args.vocab, args.width) / args.width**0.5
     target = TargetRows(TargetFingerprint("Made", 1, args.width, args.vocab), matrix_VD, matrix_VD)

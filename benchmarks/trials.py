@@ -69,7 +69,9 @@ def read_ground(arguments: argparse.Namespace) -> tuple[Ground, TrainConfig]:
     work: Path = arguments.work
     ground = Ground(
         read_rows(arguments.target),
-        write_states(arguments.target, arguments.answers, work / "states"),
+        write_states(
+            arguments.target, arguments.answers, work / "states", recipe.train.reads_prompts
+        ),
         write_states(arguments.target, arguments.judge, work / "judged"),
         work,
     )
@@ -77,9 +79,10 @@ def read_ground(arguments: argparse.Namespace) -> tuple[Ground, TrainConfig]:
 
 
 def answer_tokens(shard: Path) -> int:
-    """Rows of a shard, without reading them."""
+    """Answer tokens of a shard, without reading its hidden states."""
     with safe_open(shard, framework="pt") as file:
-        return int(file.get_slice("hidden").get_shape()[0])
+        lengths_R, of_prompt_R = file.get_tensor("answer_lengths"), file.get_tensor("of_prompt")
+    return int(lengths_R[~of_prompt_R].sum())
 
 
 def run_trials(ground: Ground, trials: Sequence[Trial]) -> Iterator[tuple[Trial, dict[str, Any]]]:
@@ -127,8 +130,10 @@ def _run(ground: Ground, trial: Trial, folder: Path) -> dict[str, Any]:
     save_heads(folder / "heads", trained.heads, data.draft_ids_V, lattice_weights_PW=weights_PF)
     judged = read_texts(ground.judged, config.num_draft_heads)
     found = variants(candidates(judged, torch.arange(judged.rows)), weights_PF)
+    of_prompt_T = data.texts.of_prompt_R[data.texts.record_T[data.train_T]]
     return {
-        "trained_tokens": len(data.train_T),
+        "trained_tokens": int((~of_prompt_T).sum()),  # of answers
+        "trained_prompt_tokens": int(of_prompt_T.sum()),
         "steps": config.steps,
         "seconds": round(trained.seconds, 1),
         "checkpoint_bytes": (folder / "heads" / "model.safetensors").stat().st_size,

@@ -37,11 +37,22 @@ class Texts:
     loops: list[bool]  # one a record: cut off at its longest while repeating itself
     ids: list[Tensor]  # int32, one a record: its prompt and its answer
     answer_lengths_R: Tensor  # int64, tokens, each record's rows
+    of_prompt_R: Tensor  # bool: the record is another's prompt, to train on and for nothing else
 
     @property
     def rows(self) -> int:
-        """How many rows, that is answer tokens, T."""
+        """How many rows, that is answer tokens, and tokens of prompts that were read, T."""
         return self.sampled_T.shape[0]
+
+    @property
+    def answers(self) -> int:
+        """How many answers."""
+        return int((~self.of_prompt_R).sum())
+
+    @functools.cached_property
+    def answer_rows(self) -> Tensor:
+        """int64: the rows under answers."""
+        return (~self.of_prompt_R[self.record_T]).nonzero().flatten()
 
     @functools.cached_property
     def first_rows(self) -> Tensor:
@@ -49,10 +60,11 @@ class Texts:
         return self.answer_lengths_R.cumsum(0) - self.answer_lengths_R
 
     def digest(self) -> str:
-        """sha256 (hex) over every text's ids and where its answer begins."""
-        sha = hashlib.sha256(self.answer_lengths_R.numpy().tobytes())
-        for ids in self.ids:
-            sha.update(ids.numpy().tobytes())
+        """sha256 (hex) over every answer with its prompt, and where it begins."""
+        sha = hashlib.sha256(self.answer_lengths_R[~self.of_prompt_R].numpy().tobytes())
+        for ids, of_prompt in zip(self.ids, self.of_prompt_R.tolist(), strict=True):
+            if not of_prompt:
+                sha.update(ids.numpy().tobytes())
         return sha.hexdigest()
 
     def gather(self, rows_B: Tensor) -> Tensor:
@@ -80,16 +92,20 @@ def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
     sources: list[str] = []
     loops: list[bool] = []
     ids: list[Tensor] = []
+    of_prompt = []
     for given in shards:
         shard = given if isinstance(given, Shard) else read_shard(given)
         hidden.append(shard.hidden_TD)
+        of_prompt.append(shard.of_prompt_R)
         for record, (prompt_ids, answer_ids) in enumerate(_split_ids(shard)):
             own_T, next_TK = label_text(prompt_ids, answer_ids, num_heads)
             sampled.append(own_T)
             following.append(next_TK)
             records.append(torch.full_like(own_T, len(prompts)))
-            prompts.append(hashlib.sha256(prompt_ids.int().numpy().tobytes()).digest())
             ids.append(torch.cat([prompt_ids, answer_ids]).int())
+            # Of a prompt that is a text itself, all is prompt.
+            prompt = ids[-1] if shard.of_prompt_R[record] else prompt_ids.int()
+            prompts.append(hashlib.sha256(prompt.numpy().tobytes()).digest())
             cut = shard.finish_reasons[record] == "length"
             loops.append(cut and is_loop(answer_ids.tolist()))
         sources += shard.sources
@@ -103,6 +119,7 @@ def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
         loops,
         ids,
         torch.tensor([len(own_T) for own_T in sampled]),
+        torch.cat(of_prompt),
     )
 
 
@@ -129,11 +146,13 @@ def label_text(prompt_ids: Tensor, answer_ids: Tensor, num_heads: int) -> tuple[
 def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
     """Row numbers (int64) of the training and the validation split, by prompt.
 
-    A prompt's digest decides, so equal prompts fall on one side, today and with more data.
+    A prompt's digest decides, so equal prompts fall on one side, today and with more data. Rows
+    under prompts are trained on, or left out where the answer is held out.
     """
     held_out = [int.from_bytes(p[:8], "big") < validation * 2**64 for p in texts.prompts]
-    held_out_T = torch.tensor(held_out)[texts.record_T]
-    return (~held_out_T).nonzero().flatten(), held_out_T.nonzero().flatten()
+    held_out_R = torch.tensor(held_out)
+    validation_T = (held_out_R & ~texts.of_prompt_R)[texts.record_T]
+    return (~held_out_R[texts.record_T]).nonzero().flatten(), validation_T.nonzero().flatten()
 
 
 def split_held_out(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
@@ -177,11 +196,12 @@ def coverage(sampled_T: Tensor, draft_ids_V: Tensor) -> float:
 def describe(texts: Texts) -> dict[str, object]:
     """Counts for provenance: records, answer tokens, loops, answer tokens by source."""
     tokens: Counter[str] = Counter()
-    for record, count in enumerate(torch.bincount(texts.record_T).tolist()):
-        tokens[texts.sources[record]] += count
+    for record in (~texts.of_prompt_R).nonzero().flatten().tolist():
+        tokens[texts.sources[record]] += int(texts.answer_lengths_R[record])
     return {
-        "records": len(texts.prompts),
-        "answer_tokens": texts.rows,
+        "records": texts.answers,
+        "answer_tokens": len(texts.answer_rows),
+        "prompt_tokens": texts.rows - len(texts.answer_rows),
         "loops": sum(texts.loops),
         "answer_tokens_by_source": dict(tokens.most_common()),
     }

@@ -31,12 +31,12 @@ def evaluate(
     heads, _ = load_heads(heads_folder)
     shards = write_states(target, answers, states)
     texts = read_texts(shards, heads.config.num_draft_heads)
-    rows_T = torch.arange(texts.rows)
+    rows_T = texts.answer_rows
     if held_out is not None:
         rows_T = split_held_out(texts, held_out)[1]
         if not len(rows_T):
             raise HeadsError(
-                f"validation: the share {held_out} of {len(texts.prompts)} answers holds none "
+                f"validation: the share {held_out} of {texts.answers} answers holds none "
                 "out; name answers to evaluate on with --on"
             )
     report = evaluate_rows(heads_folder, read_rows(target), texts, rows_T)

@@ -37,7 +37,8 @@ def export_checkpoint(recipe: Recipe, command: str) -> str:
         files, lattice_PW = _provenance(recipe.export.heads), load_lattice(recipe.export.heads)
         save_heads(recipe.output, heads, ids_V, dtype, files, lattice_PW)
         return str(recipe.export.heads)
-    shards = write_states(recipe.target, recipe.answers_path, recipe.work / "states")
+    states, prompts = recipe.work / "states", recipe.train.reads_prompts
+    shards = write_states(recipe.target, recipe.answers_path, states, prompts)
     # Soft labels take a pass over all states, and decide nothing here.
     data = prepare(replace(recipe.train, distillation=0.0), shards, read_rows(recipe.target))
     heads, state = _newest(recipe.train, data, recipe.work)

@@ -3,9 +3,13 @@
 From the hidden state at position t the target samples token t + 1. For a prompt of P tokens and
 an answer of A tokens the shards keep t = P-1 .. P+A-2: the states that answer tokens came from.
 
+On request also those under the prompts, which the same pass makes. A prompt is then one more
+record: what every prompt of the file begins with stands for its prompt, the rest for its answer.
+
 One safetensors file for one answer file: `hidden` [T, D] bf16, `token_ids` [N] int32 (each text's
-prompt and answer, one after the other), `prompt_lengths` [R] and `answer_lengths` [R] int32; its
-metadata holds the sources, the finish reasons and what the shard was made from.
+prompt and answer, one after the other), `prompt_lengths` [R] and `answer_lengths` [R] int32,
+`of_prompt` [R] bool; its metadata holds the sources, the finish reasons and what the shard was
+made from.
 
 Shape suffixes: R records, N their tokens, T their answer tokens, B texts of a batch, L longest
 of them, D hidden size.
@@ -14,11 +18,12 @@ of them, D hidden size.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +42,7 @@ logger = logging.getLogger(__name__)
 # Padded tokens a forward pass; more does not make two cores faster, and nor does packing: sorted by
 # length, texts waste little (docs/training-data.md has the figures).
 BATCH_TOKENS = 4096
-_TENSORS = ("hidden", "token_ids", "prompt_lengths", "answer_lengths")
+_TENSORS = ("hidden", "token_ids", "prompt_lengths", "answer_lengths", "of_prompt")
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,15 @@ class Shard:
     token_ids_N: Tensor  # int32
     prompt_lengths_R: Tensor  # int32, tokens
     answer_lengths_R: Tensor  # int32, tokens
+    of_prompt_R: Tensor  # bool: another record's prompt; these come behind all answers
     sources: list[str]  # one a record
     finish_reasons: list[str]  # one a record
 
 
-def write_states(target: str, answers: Path, states: Path) -> list[Path]:
+def write_states(target: str, answers: Path, states: Path, prompts: bool = False) -> list[Path]:
     """One shard in `states` for each answer file; shards that are up to date are kept.
 
+    With `prompts`, the states under them as well; a shard that has more than is asked for is kept.
     Returns the shards' paths, in the answer files' order. Raises HeadsError for bad input.
     """
     from tqdm import tqdm
@@ -68,6 +75,7 @@ def write_states(target: str, answers: Path, states: Path) -> list[Path]:
             "answers_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "target": json.dumps(fingerprint.__dict__, sort_keys=True),
             "weights": weights,
+            "prompts": str(prompts),
         }
         shards.append(states / f"{path.stem}.safetensors")
         if not _is_current(shards[-1], made_from):
@@ -77,7 +85,7 @@ def write_states(target: str, answers: Path, states: Path) -> list[Path]:
     model = load_model(target)
     begin, tokens = time.monotonic(), 0
     for path, shard_path, made_from in tqdm(todo, unit="file", desc="hidden states"):
-        shard = _make_shard(model, path, fingerprint.vocab_size)
+        shard = _make_shard(model, path, fingerprint.vocab_size, prompts)
         _write_shard(shard_path, shard, made_from)
         tokens += len(shard.token_ids_N)
     speed = tokens / (time.monotonic() - begin)
@@ -85,7 +93,7 @@ def write_states(target: str, answers: Path, states: Path) -> list[Path]:
     return shards
 
 
-def iterate_states(target: str, answers: Path) -> Iterator[Shard]:
+def iterate_states(target: str, answers: Path, prompts: bool = False) -> Iterator[Shard]:
     """The shards that `write_states` would write, one after the other and never on disk.
 
     For short runs and small disks: every pass over them runs the target again. One shard at a time
@@ -95,38 +103,68 @@ def iterate_states(target: str, answers: Path) -> Iterator[Shard]:
     files = answer_files(answers)
     model = load_model(target)
     for path in files:
-        yield _make_shard(model, path, vocab_size)
+        yield _make_shard(model, path, vocab_size, prompts)
 
 
-def _make_shard(model: Any, answers: Path, vocab_size: int) -> Shard:
-    """The hidden states under the answers of one file."""
+def _make_shard(model: Any, answers: Path, vocab_size: int, prompts: bool) -> Shard:
+    """The hidden states under the answers of one file, and under its prompts."""
     records = read_records(answers)
     _check_ids(records, vocab_size, answers)
-    ids = [i for r in records for i in r.prompt_token_ids + r.answer_token_ids]
+    read = prompt_texts(records) if prompts else {}
+    texts = records + list(read.values())
+    ids = [i for text in texts for i in text.prompt_token_ids + text.answer_token_ids]
     return Shard(
-        hidden_states(model, records),
+        hidden_states(model, records, read),
         torch.tensor(ids, dtype=torch.int32),
-        _lengths([r.prompt_token_ids for r in records]),
-        _lengths([r.answer_token_ids for r in records]),
-        [r.source for r in records],
-        [r.finish_reason for r in records],
+        _lengths([text.prompt_token_ids for text in texts]),
+        _lengths([text.answer_token_ids for text in texts]),
+        torch.arange(len(texts)) >= len(records),
+        [text.source for text in texts],
+        [text.finish_reason for text in texts],
     )
 
 
-def hidden_states(model: Any, records: list[Record]) -> Tensor:
-    """[T, D] bf16: the states under every record's answer tokens, records one after the other."""
-    starts, total = [], 0
-    for record in records:
-        starts.append(total)
-        total += len(record.answer_token_ids)
+def prompt_texts(records: list[Record]) -> dict[int, Record]:
+    """Prompts as texts of their own, by the index of their record.
+
+    What all prompts begin with, a chat template's head, counts for nothing. Nor does a prompt with
+    fewer than two tokens behind it: heads draft from the second on.
+    """
+    prompts = [record.prompt_token_ids for record in records]
+    pairs = zip(min(prompts), max(prompts), strict=False)  # what these share, all do
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    texts = {}
+    for i, record in enumerate(records):
+        begin = min(max(shared, 1), len(record.prompt_token_ids))
+        first, rest = record.prompt_token_ids[:begin], record.prompt_token_ids[begin:]
+        if len(rest) > 1:
+            texts[i] = replace(
+                record, prompt_token_ids=first, answer_token_ids=rest, finish_reason="given"
+            )
+    return texts
+
+
+def hidden_states(
+    model: Any, records: list[Record], prompts: dict[int, Record] | None = None
+) -> Tensor:
+    """[T, D] bf16: the states under every record's answer tokens, records one after the other.
+
+    Then those under `prompts`, which `prompt_texts` gives.
+    """
+    texts = [(i, record) for i, record in enumerate(records)] + list((prompts or {}).items())
+    places: list[list[tuple[int, int, int]]] = [[] for _ in records]  # from, to, how many
+    total = 0
+    for i, text in texts:
+        count = len(text.answer_token_ids)
+        places[i].append((len(text.prompt_token_ids) - 1, total, count))
+        total += count
     hidden_TD = torch.empty(total, model.config.get_text_config().hidden_size, dtype=torch.bfloat16)
     for batch in _batches(records):
         ids_BL = _padded([records[i] for i in batch])
         hidden_BLD = last_hidden_state(model, ids_BL)
         for row, i in enumerate(batch):
-            first = len(records[i].prompt_token_ids) - 1
-            count = len(records[i].answer_token_ids)
-            hidden_TD[starts[i] : starts[i] + count] = hidden_BLD[row, first : first + count]
+            for first, begin, count in places[i]:
+                hidden_TD[begin : begin + count] = hidden_BLD[row, first : first + count]
     return hidden_TD
 
 
@@ -174,6 +212,7 @@ def _write_shard(path: Path, shard: Shard, made_from: dict[str, str]) -> None:
         "token_ids": shard.token_ids_N,
         "prompt_lengths": shard.prompt_lengths_R,
         "answer_lengths": shard.answer_lengths_R,
+        "of_prompt": shard.of_prompt_R,
     }
     metadata = {
         **made_from,
@@ -198,9 +237,9 @@ def _is_current(path: Path, made_from: dict[str, str]) -> bool:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError):
         return False
-    # Shards that were written before weights were hashed say nothing of them.
-    known = {"weights": made_from["weights"], **metadata}
-    return all(known.get(name) == value for name, value in made_from.items())
+    if metadata.get("prompts") == str(True):
+        made_from = made_from | {"prompts": str(True)}  # has more than was asked for
+    return all(metadata.get(name) == value for name, value in made_from.items())
 
 
 def read_shard(path: Path) -> Shard:
@@ -208,7 +247,7 @@ def read_shard(path: Path) -> Shard:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            hidden_TD, ids_N, prompts_R, answers_R = (file.get_tensor(n) for n in _TENSORS)
+            hidden_TD, ids_N, prompts_R, answers_R, of_R = (file.get_tensor(n) for n in _TENSORS)
     except (SafetensorError, OSError) as error:
         raise HeadsError(
             f"{path}: not a readable shard ({error}); delete it to remake it"
@@ -218,6 +257,7 @@ def read_shard(path: Path) -> Shard:
         ids_N,
         prompts_R,
         answers_R,
+        of_R,
         json.loads(metadata["sources"]),
         json.loads(metadata["finish_reasons"]),
     )

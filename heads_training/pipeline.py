@@ -119,10 +119,11 @@ def fit_lattice(recipe: Recipe, target: TargetRows, texts: Texts) -> Tensor | No
 
 def _shards(recipe: Recipe) -> list[Path] | list[Shard]:
     """Hidden states of the answers: on disk, made where needed, or in memory alone."""
+    target, answers, prompts = recipe.target, recipe.answers_path, recipe.train.reads_prompts
     if recipe.train.states == "online":
-        return list(iterate_states(recipe.target, recipe.answers_path))
+        return list(iterate_states(target, answers, prompts))
     with main_first():
-        return write_states(recipe.target, recipe.answers_path, recipe.work / "states")
+        return write_states(target, answers, recipe.work / "states", prompts)
 
 
 def _own_texts(recipe: Recipe, data: TrainingData, trained: Trained) -> Texts:

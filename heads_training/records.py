@@ -2,8 +2,7 @@
 
 One JSON object a line: `prompt_token_ids`, `answer_token_ids`, `finish_reason`, `source`. Heads
 are trained on exactly what the served target reads and says, token for token, so ids are stored
-and text is never tokenised again. The loss covers the answer's ids and nothing else: where the
-prompt ends is stored, not searched for.
+and text is never tokenised again. Where the prompt ends is stored, not searched for.
 """
 
 from __future__ import annotations

@@ -91,10 +91,12 @@ def prepare(
             f"{target.fingerprint.hidden_size}: these states are another target's"
         )
     train_T, held_out_T = split_rows(texts, config.validation)
+    if not config.reads_prompts:  # states may hold them all the same
+        train_T = train_T[~texts.of_prompt_R[texts.record_T[train_T]]]
     for name, rows_T in (("training", train_T), ("validation", held_out_T)):
         if not len(rows_T):
             raise HeadsError(
-                f"validation: the share {config.validation} of {len(texts.prompts)} answers "
+                f"validation: the share {config.validation} of {texts.answers} answers "
                 f"leaves none for {name}; give more answers or another share"
             )
     ids_V = None

@@ -37,6 +37,9 @@ class TrainConfig:
     states: Annotated[
         States, "cached: hidden states in WORK/states; online: made in this run, held in memory"
     ] = "cached"
+    prompt_rows: Annotated[
+        bool, "frozen: train on the prompts' tokens as well, which the target reads anyway"
+    ] = True
     head_loss: Annotated[
         HeadLoss, "random: one of the losses drawn each step, as in the paper; mean; weighted"
     ] = "weighted"
@@ -45,7 +48,7 @@ class TrainConfig:
     )
     distillation: Annotated[float, "share of the target's probabilities in the labels, 0..1"] = 0.5
     steps: Annotated[int, "optimiser steps"] = 4000
-    batch_size: Annotated[int, "frozen: rows (answer tokens) a step, of all processes"] = 1024
+    batch_size: Annotated[int, "frozen: rows (tokens) a step, of all processes"] = 1024
     batch_texts: Annotated[int, "finetune: answers a step, of all processes"] = 16
     max_tokens: Annotated[int, "finetune: prompt and answer are cut behind so many tokens"] = 4096
     packing: Annotated[bool, "finetune: several answers in a row of max_tokens, not padded"] = True
@@ -103,6 +106,11 @@ class TrainConfig:
         for name in ("draft_vocab_size", "lattice_places", "weight_decay", "ray_workers"):
             if getattr(self, name) < 0:
                 raise HeadsError(f"{name}: found {getattr(self, name)}; expected at least 0")
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether rows under prompts are trained on."""
+        return self.prompt_rows and self.mode == "frozen"
 
     def made_with(self) -> dict[str, Any]:
         """The fields that a training state must share with the run that goes on from it."""

@@ -54,6 +54,7 @@ def made_texts(texts: list[tuple[Tensor, Tensor]], hidden_TD: Tensor, num_heads:
         [False] * len(texts),
         [torch.cat(pair).int() for pair in texts],
         lengths_R,
+        torch.zeros(len(texts), dtype=torch.bool),
     )
 
 

@@ -49,6 +49,27 @@ def test_split_is_by_prompt(tiny_target: Path, tiny_answers: Path, tmp_path: Pat
     assert not sides[0] & sides[1]
 
 
+def test_prompts_are_trained_on_unless_their_answer_is_held_out(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    plain = dataset.read_texts(write_states(str(tiny_target), tiny_answers, tmp_path / "a"), 2)
+    shards = write_states(str(tiny_target), tiny_answers, tmp_path / "b", True)
+    texts = dataset.read_texts(shards, 2)
+    assert texts.answers == plain.answers == 12
+    assert torch.equal(texts.sampled_T[texts.answer_rows], plain.sampled_T)
+    assert texts.digest() == plain.digest()
+    train_T, held_out_T = dataset.split_rows(texts, 0.4)
+    answers_T = train_T[~texts.of_prompt_R[texts.record_T[train_T]]]
+    prompts_T = train_T[texts.of_prompt_R[texts.record_T[train_T]]]
+    assert sorted(answers_T.tolist() + held_out_T.tolist()) == texts.answer_rows.tolist()
+    assert len(held_out_T) == len(dataset.split_rows(plain, 0.4)[1])
+    asked = {texts.prompts[r] for r in texts.record_T[answers_T].tolist()}
+    assert {texts.prompts[r] for r in texts.record_T[prompts_T].tolist()} == asked
+    counts = dataset.describe(texts)
+    assert counts["prompt_tokens"] == texts.rows - plain.rows > 0
+    assert {**counts, "prompt_tokens": 0} == dataset.describe(plain)
+
+
 def test_draft_vocabulary() -> None:
     sampled = torch.tensor([5, 5, 5, 9, 9, 2, 7])
     assert dataset.draft_vocabulary(sampled, 3, 12).tolist() == [2, 5, 9]  # 2 and 7 tie

@@ -34,9 +34,11 @@ def made_report() -> dict[str, object]:
     match_TK[:10] = True
     record_T = torch.arange(rows) // 10
     lengths_R, sources = torch.tensor([10, 10]), ["x:1", "y<&>"]
+    no_prompt_R = torch.zeros(2, dtype=torch.bool)
     texts = Texts(
-        [], torch.arange(rows), next_TK, record_T, [b"a", b"b"], sources, [False], [], lengths_R
-    )
+        [], torch.arange(rows), next_TK, record_T, [b"a", b"b"], sources, [False], [], lengths_R,
+        no_prompt_R,
+    )  # fmt: skip
     return walk_report(match_TK, texts, torch.arange(rows))
 
 

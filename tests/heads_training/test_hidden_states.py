@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from heads_training import hidden_states
-from heads_training.records import Record
-from heads_training.target import check_last_hidden_state, load_model
+from heads_training.records import Record, write_records
+from heads_training.target import check_last_hidden_state, last_hidden_state, load_model
 from vllm_bpd.errors import HeadsError
 
 
@@ -69,6 +70,51 @@ def test_states_that_are_never_on_disk_are_the_same(
         assert torch.equal(ours.prompt_lengths_R, stored.prompt_lengths_R)
         assert torch.equal(ours.answer_lengths_R, stored.answer_lengths_R)
         assert (ours.sources, ours.finish_reasons) == (stored.sources, stored.finish_reasons)
+
+
+def test_prompts_are_texts_behind_the_answers(
+    tiny_target: Path, tiny_records: list[Record], tmp_path: Path
+) -> None:
+    head = [3, 5]  # as of a chat template
+    records = [replace(r, prompt_token_ids=head + r.prompt_token_ids) for r in tiny_records[:3]]
+    write_records(tmp_path / "answers.jsonl", records)
+    (answers,) = hidden_states.iterate_states(str(tiny_target), tmp_path / "answers.jsonl")
+    (both,) = hidden_states.iterate_states(str(tiny_target), tmp_path / "answers.jsonl", True)
+    assert both.of_prompt_R.tolist() == [False] * 3 + [True] * 3
+    assert torch.equal(both.hidden_TD[: len(answers.hidden_TD)], answers.hidden_TD)
+    assert both.prompt_lengths_R[3:].tolist() == [2, 2, 2]
+    assert both.sources[3:] == answers.sources
+    assert both.finish_reasons[3:] == ["given"] * 3
+    prompts = [record.prompt_token_ids for record in records]
+    assert both.answer_lengths_R[3:].tolist() == [len(ids) - 2 for ids in prompts]
+    read_N = both.token_ids_N[len(answers.token_ids_N) :].tolist()
+    assert read_N == [i for ids in prompts for i in ids]
+    # From the state under the head's last token, the first one behind the head follows.
+    model = load_model(str(tiny_target))
+    alone = [last_hidden_state(model, torch.tensor([ids]))[0, 1:-1] for ids in prompts]
+    torch.testing.assert_close(
+        both.hidden_TD[len(answers.hidden_TD) :], torch.cat(alone), rtol=0.05, atol=0.05
+    )
+
+
+def test_prompts_without_a_second_token_behind_the_head() -> None:
+    same = Record([1, 2, 3], [4], "stop", "a")
+    assert hidden_states.prompt_texts([same, same]) == {}  # the head is all there is
+    others = [same, replace(same, prompt_token_ids=[1, 2, 5, 6])]
+    assert list(hidden_states.prompt_texts(others)) == [1]
+    assert hidden_states.prompt_texts([replace(same, prompt_token_ids=[1])]) == {}
+
+
+def test_a_shard_with_prompts_serves_where_none_are_asked_for(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    def make(prompts: bool) -> list[int]:
+        shards = hidden_states.write_states(str(tiny_target), tiny_answers, tmp_path, prompts)
+        return [path.stat().st_mtime_ns for path in shards]
+
+    without, with_prompts = make(False), make(True)
+    assert not set(without) & set(with_prompts)
+    assert make(False) == with_prompts
 
 
 def test_states_of_a_fine_tuned_target_are_made_anew(

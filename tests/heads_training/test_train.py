@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,22 @@ def test_heads_overfit_a_few_texts(tiny_data: TrainingData, tmp_path: Path) -> N
     best = 1 + int((lengths - 1 - (lengths - 1) // 4).sum()) / steps
     assert best > 3.7
     assert trained.validation_k_hat > best - 0.2
+
+
+def test_rows_under_prompts_are_trained_on_or_not(
+    tiny_target: Path, tiny_answers: Path, tmp_path: Path
+) -> None:
+    shards = write_states(str(tiny_target), tiny_answers, tmp_path, True)
+    target = read_rows(str(tiny_target))
+    data = prepare(TINY, shards, target)
+    prompts_T = data.texts.of_prompt_R[data.texts.record_T[data.train_T]]
+    assert prompts_T.any()
+    assert not data.texts.of_prompt_R[data.texts.record_T[data.held_out_T]].any()
+    tuned: dict[str, Any] = {"mode": "finetune", "tuned_target": tmp_path / "tuned"}
+    without: tuple[dict[str, Any], ...] = ({"prompt_rows": False}, tuned)
+    for changes in without:
+        other = prepare(replace(TINY, **changes), shards, target)
+        assert other.train_T.tolist() == data.train_T[~prompts_T].tolist()
 
 
 def test_the_target_speaks_first(tiny_data: TrainingData) -> None:
