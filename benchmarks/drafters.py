@@ -8,9 +8,11 @@ Walks recorded greedy answers of the target, each drafter in turn, for every k:
     lattice          heads and text scored together, as served (docs/acceptance.md)
     lattice, cut C   the same, a draft ended where confidence falls below C
     text, cut C      the text alone under the lattice's weights, ended alike
+    ngram, suffix    the engine's own drafters that need no second model (benchmarks.peers)
 
-Prints the tables in Markdown and writes the figures as JSON and a picture. The answers are those
-that `bpd-train generate` writes.
+The lattice is also cut to the verified tokens of each of the engine's drafters, by category. Prints
+the tables in Markdown and writes the figures as JSON and a picture. The answers are those that
+`bpd-train generate` writes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers import always, at_equal_cost, peers
 from heads_training.dataset import Texts, read_texts
 from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import Drafted, Lattice, draft_rows, make_lattice
@@ -70,7 +73,10 @@ def main() -> None:
         )
     except HeadsError as error:
         raise SystemExit(f"error: {error}") from None
-    results = measure(variants(rows, weights_PF), texts)
+    found = variants(rows, weights_PF)
+    others = peers(texts, rows.right_TP)
+    results = measure(found | {name: Variant(drafted) for name, drafted in others.items()}, texts)
+    results["at equal cost"] = against_peers(found["lattice"].drafted, others, texts)
     results["repeated"] = repeated(rows, texts, weights_PF)
     print(as_markdown(results))
     if arguments.output:
@@ -88,15 +94,16 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
         missing_T = torch.full((length,), -1)
         head_ids.append(rows.head_ids_TKM[:, place, 0] if place < heads else missing_T)
     heads_TP, text_TP = torch.stack(head_ids, 1), torch.stack(text_ids, 1)
+    no_text_TP = torch.zeros_like(heads_TP, dtype=torch.bool)
     lattice = draft_rows(rows, weights_PF)
     # As where the heads rest (`heads_up_to_batch_size`).
     no_heads = replace(rows, head_ids_TKM=torch.full_like(rows.head_ids_TKM, -1))
     text = draft_rows(no_heads, weights_PF)
     return {
-        "heads": Variant(_always(rows, heads_TP, torch.zeros_like(heads_TP, dtype=torch.bool))),
-        "lookup": Variant(_always(rows, text_TP, text_TP >= 0)),
+        "heads": Variant(always(heads_TP, rows.right_TP, no_text_TP)),
+        "lookup": Variant(always(text_TP, rows.right_TP)),
         "lookup or heads": Variant(
-            _always(rows, torch.where(text_TP >= 0, text_TP, heads_TP), text_TP >= 0)
+            always(torch.where(text_TP >= 0, text_TP, heads_TP), rows.right_TP, text_TP >= 0)
         ),
         "lattice": Variant(lattice),
         **{f"lattice, cut {cut}": Variant(lattice, cut) for cut in CUTS},
@@ -104,9 +111,21 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
     }
 
 
-def _always(rows: Lattice, ids_TP: Tensor, from_text_TP: Tensor) -> Drafted:
-    """Drafts wherever there is an id, whatever the odds."""
-    return Drafted(ids_TP == rows.right_TP, (ids_TP >= 0).float(), from_text_TP)
+def against_peers(ours: Drafted, others: dict[str, Drafted], texts: Texts) -> dict[str, Any]:
+    """Ours and each peer at equal verified tokens: by peer, k and category."""
+    groups = {"all": torch.ones(len(texts.sources), dtype=torch.bool)}
+    names = [source.split(":")[0] for source in texts.sources]
+    groups |= {group: torch.tensor([n == group for n in names]) for group in sorted(set(names))}
+    found: dict[str, Any] = {}
+    for name, theirs in others.items():
+        for k in (5, ours.match_TP.shape[1] + 1):
+            for group, inside_R in groups.items():
+                lengths_R = texts.answer_lengths_R
+                rows_T = inside_R.repeat_interleave(lengths_R)
+                found.setdefault(name, {}).setdefault(str(k), {})[group] = at_equal_cost(
+                    ours.at(rows_T), theirs.at(rows_T), lengths_R[inside_R].tolist(), k - 1
+                )
+    return found
 
 
 def measure(found: dict[str, Variant], texts: Texts) -> dict[str, Any]:
@@ -185,8 +204,28 @@ def as_markdown(results: dict[str, Any]) -> str:
                 f"| {name} | {cells} | {row['drafts_per_step']:.2f} | "
                 f"{row['accepted_per_draft']:.2f} |"
             )
+    lines += equal_cost_markdown(results["at equal cost"])
     shares = ", ".join(f"{name} {share:.1%}" for name, share in results["repeated"].items())
     return "\n".join([*lines, "", f"Neighbouring tokens that are the same: {shares}."])
+
+
+def equal_cost_markdown(found: dict[str, Any]) -> list[str]:
+    """A table a peer: the peer's and the lattice's tokens a step, at no more verified tokens."""
+    lines = []
+    for name, by_k in found.items():
+        groups = list(next(iter(by_k.values())))
+        lines += ["", f"lattice against {name}, at no more verified tokens: tokens a step", ""]
+        lines.append("| k | drafter | " + " | ".join(groups) + " | drafted a step | accepted |")
+        lines.append("|---" * (len(groups) + 4) + "|")
+        for k, by_group in by_k.items():
+            for side, label in (("peer", name), ("lattice", "lattice")):
+                cells = " | ".join(f"{by_group[g][side]['tokens_per_step']:.2f}" for g in groups)
+                whole = by_group["all"][side]
+                lines.append(
+                    f"| {k} | {label} | {cells} | {whole['drafts_per_step']:.2f} | "
+                    f"{whole['accepted_per_draft']:.2f} |"
+                )
+    return lines
 
 
 def write_figures(
