@@ -40,11 +40,12 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The comparison itself. Raises HeadsError for a target without heads."""
+    """The comparison itself. Raises HeadsError for a target without heads, or a bad output."""
     from vllm_bpd.demo.contender import Contender
     from vllm_bpd.demo.report import save, show
     from vllm_bpd.demo_target import export_demo_target
 
+    make_folder(arguments.output)
     console = Console(record=True, width=100, highlight=False)
     target = arguments.target or str(export_demo_target())
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
@@ -59,6 +60,17 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"picture: {arguments.output}/demo.svg, figures: {arguments.output}/demo.json")
     for contender in (bpd, plain):
         contender.close()
+
+
+def make_folder(folder: Path) -> None:
+    """Now, not after minutes of answers. Raises HeadsError if there can be no such folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadsError(
+            f"output: found {folder}, which cannot be made a folder ({error.strerror}); expected "
+            "the path of one, new or not"
+        ) from None
 
 
 def compare(plain: Contender, bpd: Contender, dtype: str, console: Console) -> Comparison:

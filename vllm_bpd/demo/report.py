@@ -108,7 +108,6 @@ def marked(answer: Answer, tokenizer: Any) -> Text:
 
 def save(result: Comparison, console: Console, folder: Path) -> None:
     """What `console` has shown as a picture, demo.svg, and the figures as demo.json."""
-    folder.mkdir(parents=True, exist_ok=True)
     console.save_svg(str(folder / "demo.svg"), title="vllm-bpd demo")
     figures = {
         "made_by": "make demo",
