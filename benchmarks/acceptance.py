@@ -32,7 +32,10 @@ def main() -> None:
     parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
     parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: the most)")
     parser.add_argument(
-        "--min-confidence", type=float, choices=THRESHOLDS, default=0.1, help="where drafts end"
+        "--min-confidence",
+        type=float,
+        choices=THRESHOLDS,
+        help="where drafts end (default: 0.1; 0, which is all that is walked, without own text)",
     )
     parser.add_argument(
         "--context-lookup",
@@ -49,7 +52,15 @@ def main() -> None:
         help="walk over the answers, too; one more pass of the target over them",
     )
     parser.add_argument("--output", type=Path, help="JSON file for the raw results")
-    run(parser.parse_args())
+    arguments = parser.parse_args()
+    if arguments.min_confidence is None:
+        arguments.min_confidence = 0.1 if arguments.context_lookup else 0.0
+    if arguments.walk and arguments.min_confidence and not arguments.context_lookup:
+        parser.error(
+            f"--min-confidence: found {arguments.min_confidence}; heads alone are walked to the "
+            "block's end: expected 0, or --no-walk"
+        )
+    run(arguments)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -15,9 +15,7 @@ def test_an_output_that_is_a_file_is_refused_before_any_engine_starts(
     file = tmp_path / "figures.json"
     file.write_text("kept")
     monkeypatch.setattr("sys.argv", ["demo", "--target", "nowhere", "--output", str(file)])
-    with pytest.raises(
-        SystemExit, match=r"output: found .*figures\.json, .*\(File exists\)"
-    ):
+    with pytest.raises(SystemExit, match=r"output: found .*figures\.json, .*\(File exists\)"):
         demo.main()
     assert file.read_text() == "kept"
 
