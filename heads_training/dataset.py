@@ -32,7 +32,7 @@ class Texts:
     sampled_T: Tensor  # int64, the token the target sampled from each row
     next_TK: Tensor  # int64, the tokens that each head should draft; IGNORED past the end
     record_T: Tensor  # int64, each row's record
-    prompts: list[bytes]  # one digest a record, of the prompt's ids
+    prompts: list[bytes]  # one digest a record, of the ids that its conversation began with
     sources: list[str]  # one a record
     loops: list[bool]  # one a record: cut off at its longest while repeating itself
     ids: list[Tensor]  # int32, one a record: its prompt and its answer
@@ -88,7 +88,7 @@ def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
             "states: found no shard; expected at least one, as `bpd-train train` makes"
         )
     hidden, sampled, following, records = [], [], [], []
-    prompts: list[bytes] = []
+    prompts: list[list[int]] = []
     sources: list[str] = []
     loops: list[bool] = []
     ids: list[Tensor] = []
@@ -104,8 +104,7 @@ def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
             records.append(torch.full_like(own_T, len(prompts)))
             ids.append(torch.cat([prompt_ids, answer_ids]).int())
             # Of a prompt that is a text itself, all is prompt.
-            prompt = ids[-1] if shard.of_prompt_R[record] else prompt_ids.int()
-            prompts.append(hashlib.sha256(prompt.numpy().tobytes()).digest())
+            prompts.append((ids[-1] if shard.of_prompt_R[record] else prompt_ids).tolist())
             cut = shard.finish_reasons[record] == "length"
             loops.append(cut and is_loop(answer_ids.tolist()))
         sources += shard.sources
@@ -114,13 +113,31 @@ def read_texts(shards: Sequence[Path | Shard], num_heads: int) -> Texts:
         torch.cat(sampled),
         torch.cat(following),
         torch.cat(records),
-        prompts,
+        beginnings(prompts),
         sources,
         loops,
         ids,
         torch.tensor([len(own_T) for own_T in sampled]),
         torch.cat(of_prompt),
     )
+
+
+def beginnings(prompts: list[list[int]]) -> list[bytes]:
+    """For each prompt, a digest of the shortest one that it begins with, which may be itself.
+
+    A later turn's prompt holds the turns before it, answers included: one may not be trained on
+    while the other is held out.
+    """
+    digests = [b""] * len(prompts)
+    shortest: list[int] = []
+    digest = b""
+    # In this order, all that begin with a prompt follow it.
+    for i in sorted(range(len(prompts)), key=lambda i: prompts[i]):
+        if not shortest or prompts[i][: len(shortest)] != shortest:
+            shortest = prompts[i]
+            digest = hashlib.sha256(torch.tensor(shortest).int().numpy().tobytes()).digest()
+        digests[i] = digest
+    return digests
 
 
 def _split_ids(shard: Shard) -> list[tuple[Tensor, Tensor]]:
@@ -144,9 +161,10 @@ def label_text(prompt_ids: Tensor, answer_ids: Tensor, num_heads: int) -> tuple[
 
 
 def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
-    """Row numbers (int64) of the training and the validation split, by prompt.
+    """Row numbers (int64) of the training and the validation split, by conversation.
 
-    A prompt's digest decides, so equal prompts fall on one side, today and with more data. Rows
+    A prompt's digest decides, so equal prompts fall on one side, today and with more data, and
+    later turns where their first one does. Rows
     under prompts are trained on, or left out where the answer is held out.
     """
     held_out = [int.from_bytes(p[:8], "big") < validation * 2**64 for p in texts.prompts]

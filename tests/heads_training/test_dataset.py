@@ -70,6 +70,16 @@ def test_prompts_are_trained_on_unless_their_answer_is_held_out(
     assert {**counts, "prompt_tokens": 0} == dataset.describe(plain)
 
 
+def test_later_turns_fall_where_the_first_one_does() -> None:
+    first, other = [5, 6, 7], [5, 6, 8]
+    later, latest = [*first, 9, 9], [*first, 9, 9, 1]
+    found = dataset.beginnings([latest, other, first, later, other, [5, 9]])
+    assert found[0] == found[2] == found[3]
+    assert found[1] == found[4]
+    assert len({found[0], found[1], found[5]}) == 3
+    assert found[2] == dataset.beginnings([first])[0]  # as without any later turn
+
+
 def test_draft_vocabulary() -> None:
     sampled = torch.tensor([5, 5, 5, 9, 9, 2, 7])
     assert dataset.draft_vocabulary(sampled, 3, 12).tolist() == [2, 5, 9]  # 2 and 7 tie
