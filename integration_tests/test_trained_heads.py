@@ -94,7 +94,8 @@ def texts_trained_on(heads: Path) -> list[list[int]]:
     """The prompts of `PROMPTS` that were not held out."""
     (shard,) = (heads.parent / "work" / "states").glob("*.safetensors")
     texts = read_texts([shard], K - 1)
-    return [PROMPTS[i] for i in texts.record_T[split_rows(texts, VALIDATION)[0]].unique().tolist()]
+    records_R = texts.record_T[split_rows(texts, VALIDATION)[0]].unique()
+    return [PROMPTS[i] for i in records_R[~texts.of_prompt_R[records_R]].tolist()]
 
 
 def serve(
