@@ -113,36 +113,41 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
 
 def against_peers(ours: Drafted, others: dict[str, Drafted], texts: Texts) -> dict[str, Any]:
     """Ours and each peer at equal verified tokens: by peer, k and category."""
-    groups = {"all": torch.ones(len(texts.sources), dtype=torch.bool)}
-    names = [source.split(":")[0] for source in texts.sources]
-    groups |= {group: torch.tensor([n == group for n in names]) for group in sorted(set(names))}
-    found: dict[str, Any] = {}
-    for name, theirs in others.items():
-        for k in (5, ours.match_TP.shape[1] + 1):
-            for group, inside_R in groups.items():
-                lengths_R = texts.answer_lengths_R
-                rows_T = inside_R.repeat_interleave(lengths_R)
-                found.setdefault(name, {}).setdefault(str(k), {})[group] = at_equal_cost(
-                    ours.at(rows_T), theirs.at(rows_T), lengths_R[inside_R].tolist(), k - 1
-                )
-    return found
+    groups = categories(texts)
+    return {
+        name: {
+            str(k): {
+                group: at_equal_cost(ours.at(rows_T), theirs.at(rows_T), lengths, k - 1)
+                for group, (rows_T, lengths) in groups.items()
+            }
+            for k in (5, ours.match_TP.shape[1] + 1)
+        }
+        for name, theirs in others.items()
+    }
+
+
+def categories(texts: Texts) -> dict[str, tuple[Tensor, list[int]]]:
+    """The rows (bool) and answers' lengths of all, and of each category."""
+    lengths_R, names = texts.answer_lengths_R, [source.split(":")[0] for source in texts.sources]
+    inside = {"all": torch.ones(len(names), dtype=torch.bool)}
+    inside |= {group: torch.tensor([n == group for n in names]) for group in sorted(set(names))}
+    return {
+        group: (inside_R.repeat_interleave(lengths_R), lengths_R[inside_R].tolist())
+        for group, inside_R in inside.items()
+    }
 
 
 def measure(found: dict[str, Variant], texts: Texts) -> dict[str, Any]:
     """Figures for every drafter: by k, and by category for every k."""
-    lengths_R = texts.answer_lengths_R
-    groups = [source.split(":")[0] for source in texts.sources]
     places = next(iter(found.values())).drafted.match_TP.shape[1]
-    by_variant: dict[str, Any] = {}
-    for name, variant in found.items():
-        by_variant[name] = {"all": _by_k(variant, lengths_R.tolist(), places)}
-        for group in sorted(set(groups)):
-            inside_R = torch.tensor([g == group for g in groups])
-            own = Variant(
-                variant.drafted.at(inside_R.repeat_interleave(lengths_R)), variant.min_confidence
-            )
-            by_variant[name][group] = _by_k(own, lengths_R[inside_R].tolist(), places)
-    return {"answers": len(groups), "answer_tokens": texts.rows, "drafters": by_variant}
+    by_variant = {
+        name: {
+            group: _by_k(replace(variant, drafted=variant.drafted.at(rows_T)), lengths, places)
+            for group, (rows_T, lengths) in categories(texts).items()
+        }
+        for name, variant in found.items()
+    }
+    return {"answers": len(texts.sources), "answer_tokens": texts.rows, "drafters": by_variant}
 
 
 def _by_k(variant: Variant, lengths: list[int], places: int) -> dict[str, Any]:

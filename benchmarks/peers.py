@@ -11,7 +11,7 @@ Shape suffixes: T rows (answer tokens), P places of the block, N tokens of one a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ TREE_DEPTH = 24
 SPEC_FACTOR = 1.0
 MIN_TOKEN_PROB = 0.1
 _HALVINGS = 10  # of the interval in which a cut is looked for
-
-Propose = Callable[[list[int]], list[int]]  # a text up to its newest token -> what may follow
 
 
 def peers(texts: Texts, right_TP: Tensor) -> dict[str, Drafted]:
@@ -95,24 +93,28 @@ def at_equal_cost(
     """
     peer = walk_drafts(theirs, lengths, places, 0.0)
 
-    def drafts_a_step(counts: LatticeCounts) -> float:
-        return counts.drafted / max(counts.steps + counts.empty, 1)
+    def walked(cut: float) -> tuple[LatticeCounts, bool]:
+        """And whether it costs no more than the peer."""
+        counts = walk_drafts(ours, lengths, places, cut)
+        return counts, _drafts_a_step(counts) <= _drafts_a_step(peer)
 
-    low, high = 0.0, 1.0
-    counts = walk_drafts(ours, lengths, places, low)
-    if drafts_a_step(counts) > drafts_a_step(peer):
+    cut, step = 0.0, 1.0
+    counts, cheap = walked(cut)
+    if not cheap:
+        cut = 1.0
         for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            counts = walk_drafts(ours, lengths, places, middle)
-            low, high = (
-                (middle, high) if drafts_a_step(counts) > drafts_a_step(peer) else (low, middle)
-            )
-        counts = walk_drafts(ours, lengths, places, high)
-        low = high
+            step /= 2
+            if walked(cut - step)[1]:
+                cut -= step
+        counts, _ = walked(cut)
     return {
         "peer": _figures(peer),
-        "lattice": _figures(counts) | {"min_confidence": round(low, 4)},
+        "lattice": _figures(counts) | {"min_confidence": round(cut, 4)},
     }
+
+
+def _drafts_a_step(counts: LatticeCounts) -> float:
+    return counts.drafted / max(counts.steps + counts.empty, 1)
 
 
 def _figures(counts: LatticeCounts) -> dict[str, float]:

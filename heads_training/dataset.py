@@ -164,8 +164,8 @@ def split_rows(texts: Texts, validation: float) -> tuple[Tensor, Tensor]:
     """Row numbers (int64) of the training and the validation split, by conversation.
 
     A prompt's digest decides, so equal prompts fall on one side, today and with more data, and
-    later turns where their first one does. Rows
-    under prompts are trained on, or left out where the answer is held out.
+    later turns where their first one does. Rows under prompts are trained on, or left out where the
+    answer is held out.
     """
     held_out = [int.from_bytes(p[:8], "big") < validation * 2**64 for p in texts.prompts]
     held_out_R = torch.tensor(held_out)

@@ -122,21 +122,9 @@ def states_alone(model: Any, record: Record, before_norm: bool = False) -> torch
 @pytest.mark.parametrize(("beams", "answer_tokens"), [(1, 12), (6, 2)])
 def test_both_engines_give_the_same_answers(tmp_path: Path, beams: int, answer_tokens: int) -> None:
     """In float32, greedy and by beams: `bpd-train generate` with vLLM and with transformers."""
-    target = write_chat_target(tmp_path / "target")
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": "What is the ship? " * n}) + "\n" for n in (1, 2, 5, 9)]
-    prompts.write_text("".join(lines), encoding="utf-8")
-    config = GenerateConfig(
-        str(target),
-        tmp_path / "vllm",
-        (prompts,),
-        0,
-        engine="vllm",
-        beams=beams,
-        answer_tokens=answer_tokens,
-        max_model_len=256,
-        max_num_seqs=8,
-        dtype="float32",
+    prompts = ["What is the ship? " * n for n in (1, 2, 5, 9)]
+    config = chat_config(
+        tmp_path, prompts, beams=beams, answer_tokens=answer_tokens, max_num_seqs=8
     )
     generate_apart(config)
     ours = GenerateConfig(
@@ -153,26 +141,29 @@ def test_both_engines_give_the_same_answers(tmp_path: Path, beams: int, answer_t
 
 def test_many_sampled_answers_at_once(tmp_path: Path) -> None:
     """More tokens of seeded prompts than a step of the engine takes: V1 would split one."""
-    target = write_chat_target(tmp_path / "target")
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"prompt": f"{n} " + "What is the ship? " * 12}) + "\n" for n in range(120)]
-    prompts.write_text("".join(lines), encoding="utf-8")
-    config = GenerateConfig(
-        str(target),
-        tmp_path / "vllm",
-        (prompts,),
-        0,
-        engine="vllm",
-        temperature=1.0,
-        answer_tokens=4,
-        max_model_len=256,
-        max_num_seqs=128,
-        dtype="float32",
-    )
+    prompts = [f"{n} " + "What is the ship? " * 12 for n in range(120)]
+    config = chat_config(tmp_path, prompts, temperature=1.0, answer_tokens=4, max_num_seqs=128)
     generate_apart(config)
     records = [record for path in answer_files(config.output) for record in read_records(path)]
-    assert len(records) == len(lines)
+    assert len(records) == len(prompts)
     assert sum(len(record.prompt_token_ids) for record in records) > 8192
+
+
+def chat_config(tmp_path: Path, prompts: list[str], **more: Any) -> GenerateConfig:
+    """To answer `prompts` by a tiny chat target in vLLM, in float32."""
+    target, file = write_chat_target(tmp_path / "target"), tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    file.write_text("".join(lines), encoding="utf-8")
+    return GenerateConfig(
+        str(target),
+        tmp_path / "vllm",
+        (file,),
+        0,
+        engine="vllm",
+        max_model_len=256,
+        dtype="float32",
+        **more,
+    )
 
 
 def generate_apart(config: GenerateConfig) -> None:
