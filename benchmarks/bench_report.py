@@ -106,6 +106,14 @@ def ratio_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def ready_table(ready: dict[str, dict[str, float]]) -> list[str]:
+    """What each contender's server took to start, and the memory of its processes, as Markdown."""
+    lines = ["| | ready after, s | memory, MiB |", "|---|---|---|"]
+    for name, found in ready.items():
+        lines.append(f"| {name} | {found['ready_seconds']:.0f} | {found['memory_mib']:.0f} |")
+    return lines
+
+
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
     """Speed over no speculation by concurrency, a panel a temperature, into `path`."""
     from matplotlib.figure import Figure  # draws without a display

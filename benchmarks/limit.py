@@ -19,7 +19,8 @@ import os
 import platform
 import random
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,8 @@ class Drafting:
 
     seconds: float = 0.0
     drafts: int = 0
+    heads_seconds: float = 0.0  # of `seconds`: heads, scores, their best
+    text_seconds: float = 0.0  # of `seconds`: matches, and the choice among candidates
 
 
 @dataclass
@@ -48,14 +51,14 @@ class Steady:
     seconds: list[float] = field(default_factory=list)  # of each step
     drafts: list[int] = field(default_factory=list)  # made in each step, for all requests
     tokens: int = 0
-    drafting_seconds: float = 0.0
+    drafting: Drafting = field(default_factory=Drafting)
 
     def add(self, other: Steady) -> None:
         """Take another run's steps in."""
         self.seconds += other.seconds
         self.drafts += other.drafts
         self.tokens += other.tokens
-        self.drafting_seconds += other.drafting_seconds
+        self.drafting = _sum(self.drafting, other.drafting)
 
     @property
     def step(self) -> float:
@@ -155,7 +158,15 @@ def measure(
         "possible": possible,
         "reached": reached,
         "reached_over_possible": reached / possible,
-        "drafting_over_verification": ours.drafting_seconds / len(ours.seconds) / verify,
+        "drafting_over_verification": ours.drafting.seconds / len(ours.seconds) / verify,
+        "drafting_milliseconds_a_step": {
+            name: 1e3 * seconds / len(ours.seconds)
+            for name, seconds in (
+                ("all", ours.drafting.seconds),
+                ("heads", ours.drafting.heads_seconds),
+                ("text", ours.drafting.text_seconds),
+            )
+        },
     }
 
 
@@ -182,26 +193,42 @@ def steady(llm: Any, prompts: list[list[int]], max_tokens: int, drafting: Drafti
         if counted and not ended:
             found.seconds.append(seconds)
             found.tokens += sum(lengths.values()) - before
-            found.drafting_seconds += drafting.seconds - drafted.seconds
+            found.drafting = _sum(found.drafting, _sum(drafting, drafted, -1))
             found.drafts.append(drafting.drafts - drafted.drafts)
     return found
 
 
+def _sum(one: Drafting, other: Drafting, times: int = 1) -> Drafting:
+    """`one` and `times` the other, field by field."""
+    return Drafting(*(a + times * b for a, b in zip(astuple(one), astuple(other), strict=True)))
+
+
 def _watch_drafting() -> Drafting:
-    """Counts every call of our drafter from now on."""
+    """Counts every call of our drafter from now on, and of its two parts."""
+    from vllm_bpd import lattice_host
+    from vllm_bpd.model import BlockwiseHeadsModel
     from vllm_bpd.proposer import BpdProposer
 
-    original, seen = BpdProposer.propose, Drafting()
+    seen = Drafting()
 
-    def propose(self: Any, *arguments: Any) -> list[list[int]]:
-        started = time.perf_counter()
-        drafts = original(self, *arguments)
-        seen.seconds += time.perf_counter() - started
+    def watch(owner: Any, name: str, part: str, after: Callable[[Any], None]) -> None:
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = original(*arguments)
+            setattr(seen, part, getattr(seen, part) + time.perf_counter() - started)
+            after(result)
+            return result
+
+        setattr(owner, name, watched)
+
+    def count(drafts: list[list[int]]) -> None:
         seen.drafts += sum(map(len, drafts))
-        return drafts
 
-    watched: Any = BpdProposer
-    watched.propose = propose
+    watch(BpdProposer, "propose", "seconds", count)
+    watch(BlockwiseHeadsModel, "candidates", "heads_seconds", lambda _: None)
+    watch(lattice_host, "draft_blocks", "text_seconds", lambda _: None)
     return seen
 
 

@@ -36,22 +36,35 @@ class LiveServer:
         ]  # fmt: skip
         if contender.speculative is not None:
             command += ["--speculative-config", json.dumps(contender.speculative)]
+        self._begin = time.monotonic()
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
                 command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def wait(self) -> None:
-        """Return once it answers; exit with the end of its log if it does not."""
+    def wait(self) -> float:
+        """Seconds from its start until it answers; exit with the end of its log if it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return
+                    return time.monotonic() - self._begin
             except (urllib.error.URLError, OSError):
                 time.sleep(1)
         tail = self.log.read_text(errors="replace")[-2000:]
         raise SystemExit(f"{self.contender.name}: the server did not start:\n{tail}")
+
+    def memory_mib(self) -> float:
+        """Of all its processes; what several processes share counts in part for each (PSS)."""
+        kib = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                session = int(status.read_text().rpartition(")")[2].split()[3])
+                if session == self.process.pid:
+                    kib += proportional_kib(status.with_name("smaps_rollup").read_text())
+            except OSError:
+                continue  # ended meanwhile
+        return kib / 1024
 
     def stop(self) -> None:
         """End it with all its processes."""
@@ -62,3 +75,12 @@ class LiveServer:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def proportional_kib(smaps_rollup: str) -> int:
+    """The `Pss` of a process, KiB, from what /proc says of its memory."""
+    for line in smaps_rollup.splitlines():
+        name, _, value = line.partition(":")
+        if name == "Pss":
+            return int(value.split()[0])
+    return 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acceptance import read_categories
-from benchmarks.bench_report import as_markdown, write_plot
+from benchmarks.bench_report import as_markdown, ready_table, write_plot
 from benchmarks.client import measure
 from benchmarks.contenders import Contender, contenders
 from benchmarks.live_server import LiveServer
@@ -67,18 +67,23 @@ def run(arguments: argparse.Namespace) -> None:
         "--no-enable-prefix-caching",
         *shlex.split(arguments.serve),
     ]  # fmt: skip
-    servers = []
+    servers: list[LiveServer] = []
+    ready: dict[str, dict[str, float]] = {}
     try:
         for one in found:
             log = arguments.output / f"{one.name.replace(', ', '-').replace(' ', '-')}.log"
             servers.append(LiveServer(one, target, options, log))
-            servers[-1].wait()  # one after another: compiling at once takes longer
+            # One after another: compiling at once takes longer.
+            ready[one.name] = {"ready_seconds": servers[-1].wait()}
             print(f"{one.name}: ready", flush=True)
-        rows = _take_turns(arguments, servers, target, texts)
+        _first_requests(servers, target, texts)
+        for server in servers:
+            ready[server.contender.name]["memory_mib"] = server.memory_mib()
+        rows = _take_turns(arguments, servers, target, texts, ready)
     finally:
         for server in servers:
             server.stop()
-    table = as_markdown(rows)
+    table = as_markdown(rows) + "\n".join(ready_table(ready)) + "\n"
     print(table)
     (arguments.output / "bench.md").write_text(table, encoding="utf-8")
     write_plot(arguments.output / "bench.svg", rows)
@@ -91,17 +96,26 @@ def _takes_part(arguments: argparse.Namespace, one: Contender) -> bool:
     return not arguments.only or one.name in arguments.only
 
 
-def _take_turns(
-    arguments: argparse.Namespace, servers: list[LiveServer], target: str, texts: list[str]
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    taken = 0
+def _first_requests(servers: list[LiveServer], target: str, texts: list[str]) -> None:
+    """They pay for lazy set-up, and are not counted."""
     with tempfile.TemporaryDirectory() as folder:
-        for server in servers:  # first requests pay for lazy set-up: not counted
+        for server in servers:
             measure(
                 server.port, target, texts[:4], Path(folder),
                 concurrency=4, max_tokens=16, temperature=0.0,
             )  # fmt: skip
+
+
+def _take_turns(
+    arguments: argparse.Namespace,
+    servers: list[LiveServer],
+    target: str,
+    texts: list[str],
+    ready: dict[str, dict[str, float]],
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    taken = 0
+    with tempfile.TemporaryDirectory() as folder:
         for temperature in arguments.temperatures:
             for concurrency in arguments.concurrency:
                 for number in range(arguments.rounds):
@@ -123,13 +137,16 @@ def _take_turns(
                                 **figures,
                             }
                         )
-                _write(arguments, servers, rows)
+                _write(arguments, servers, rows, ready)
                 print(f"temperature {temperature:g}, {concurrency} at once: measured", flush=True)
     return rows
 
 
 def _write(
-    arguments: argparse.Namespace, servers: list[LiveServer], rows: list[dict[str, Any]]
+    arguments: argparse.Namespace,
+    servers: list[LiveServer],
+    rows: list[dict[str, Any]],
+    ready: dict[str, dict[str, float]],
 ) -> None:
     """Raw results so far, with what made them."""
     speculative = {server.contender.name: server.contender.speculative for server in servers}
@@ -146,6 +163,7 @@ def _write(
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("vllm", "torch", "vllm-bpd")},
         "speculative_config": speculative,
+        "ready": ready,
         "rows": rows,
     }
     path = arguments.output / "bench.json"

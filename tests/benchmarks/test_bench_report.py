@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.bench_report import as_markdown, ratios, summarise, write_plot
+from benchmarks.bench_report import as_markdown, ratios, ready_table, summarise, write_plot
 from benchmarks.client import figures
 from benchmarks.contenders import PLAIN, Contender, contenders
+from benchmarks.live_server import LiveServer, proportional_kib
 
 
 def row(contender: str, number: int, speed: float, **changed: Any) -> dict[str, Any]:
@@ -70,6 +75,28 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "bench.svg"
     write_plot(path, ROWS)
     assert path.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_start_and_memory_have_a_line_for_each_contender() -> None:
+    ready = {"bpd": {"ready_seconds": 12.4, "memory_mib": 1023.6}}
+    assert ready_table(ready)[2:] == ["| bpd | 12 | 1024 |"]
+
+
+def test_memory_is_of_the_whole_session(tmp_path: Path) -> None:
+    """A child's counts; another session's does not, and shared pages count in part."""
+    assert proportional_kib("00-ff ---p 0 00:00 0 [rollup]\nRss: 90 kB\nPss:  7 kB\n") == 7
+    assert proportional_kib("Rss: 90 kB\n") == 0
+    held = "x = bytearray(64 << 20); print(flush=True); import time; time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        server = LiveServer.__new__(LiveServer)
+        server.process = process
+        assert 64 < server.memory_mib() < 256
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 RESULT = {

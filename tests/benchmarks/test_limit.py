@@ -23,9 +23,10 @@ def test_wrong_drafts_go_to_requests_that_sampled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_means_are_over_all_runs() -> None:
-    kept = Steady([1.0, 2.0], [3, 0], 4, 0.5)
-    kept.add(Steady([3.0], [1], 5, 0.25))
-    assert (kept.step, kept.tokens_per_step, kept.drafting_seconds) == (2.0, 3.0, 0.75)
+    kept = Steady([1.0, 2.0], [3, 0], 4, Drafting(0.5, 7, 0.25, 0.125))
+    kept.add(Steady([3.0], [1], 5, Drafting(0.25, 1, 0.125, 0.0)))
+    assert (kept.step, kept.tokens_per_step) == (2.0, 3.0)
+    assert kept.drafting == Drafting(0.75, 8, 0.375, 0.125)
     assert kept.drafts == [3, 0, 1]
 
 
@@ -49,6 +50,7 @@ class CountingEngine:
         lengths = self.LENGTHS[self.done]
         self.done += 1
         self.drafting.drafts += 10**self.done
+        self.drafting.heads_seconds += 2.0**self.done
         return [
             SimpleNamespace(
                 request_id=name,
@@ -67,4 +69,5 @@ def test_only_steps_in_which_all_decode_count(monkeypatch: pytest.MonkeyPatch) -
     found = steady(SimpleNamespace(llm_engine=CountingEngine(drafting)), [[1], [2]], 6, drafting)
     assert len(found.seconds) == 2  # the third and fourth step
     assert found.drafts == [10**3, 10**4]
+    assert found.drafting.heads_seconds == 2.0**3 + 2.0**4
     assert found.tokens == (4 + 2) - (2 + 1) + (5 + 4) - (4 + 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.training_memory import CountedMemory
 from heads_training.batches import P1
 from heads_training.finetune import make_objective
 from heads_training.objectives import FrozenObjective
@@ -25,38 +23,6 @@ from vllm_bpd.heads import BlockwiseHeads
 
 ROWS, VOCAB, WIDTH, CHUNK = 4096, 8192, 4, 64
 HARD = replace(TINY, distillation=0.0, mode="finetune", tuned_target=Path("t"))
-
-
-class Memory(TorchDispatchMode):
-    """Counts bytes of storages made since it began, alive at once, and the largest of them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.alive, self.peak, self.largest = 0, 0, 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in filter(is_tensor, tree_leaves(made)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._seen:
-                self._seen.add(storage._cdata)
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-                self.peak = max(self.peak, self.alive)
-        return made
-
-    def _freed(self, place: int, size: int) -> None:
-        self._seen.discard(place)
-        self.alive -= size
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def random_heads(heads: int) -> BlockwiseHeads:
@@ -76,7 +42,7 @@ def test_memory_at_4096_tokens_is_that_of_chunks(dtype: torch.dtype, chunks: flo
     ids_RS, weights_RS = torch.randint(0, VOCAB, (ROWS, 3)), torch.rand(ROWS, 3)
     targets = dict.fromkeys(range(heads), (ids_RS, weights_RS))
     hidden_RD = torch.randn(ROWS, WIDTH)
-    with Memory() as memory:
+    with CountedMemory() as memory:
         objective(hidden_RD, ids_RS[:, 0], targets)["loss"].backward()
     chunk_of_logits = CHUNK * VOCAB * 4  # bytes, in float32
     assert memory.largest == chunk_of_logits
@@ -86,7 +52,7 @@ def test_memory_at_4096_tokens_is_that_of_chunks(dtype: torch.dtype, chunks: flo
 
 def test_the_counter_sees_whole_logits() -> None:
     states_RD = torch.randn(ROWS, WIDTH).requires_grad_()
-    with Memory() as memory:
+    with CountedMemory() as memory:
         loss = torch.nn.functional.cross_entropy(
             states_RD @ torch.randn(VOCAB, WIDTH).T, torch.zeros(ROWS, dtype=torch.int64)
         )
