@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.drafters import write_figures
-from benchmarks.trials import JUDGED, Ground, Trial, add_arguments, read_ground, run_trials
+from benchmarks.trials import JUDGED, Trial, add_arguments, read_config, read_ground, run_trials
 from heads_training.train import TrainConfig
+from vllm_bpd.arguments import at_least_one, run_command
 from vllm_bpd.errors import HeadsError
 
 # The paper's heads (arXiv 1811.03115): they read the hidden state alone, towards the target's
@@ -35,28 +36,29 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--steps", type=int, help="optimiser steps (default: the recipe's)")
+    parser.add_argument(
+        "--steps", type=at_least_one, help="optimiser steps (default: the recipe's)"
+    )
     parser.add_argument("--only", nargs="+", help="names of trials (default: all)")
     arguments = parser.parse_args()
-    try:
-        ground, config = read_ground(arguments)
-        if arguments.steps:
-            config = replace(config, steps=arguments.steps)
-        trials = chosen(make_trials(ground, config), arguments.only)
-        found = {}
-        for trial, figures in run_trials(ground, trials):
-            found[trial.name] = figures
-            print(as_markdown(found), flush=True)
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+    config = read_config(arguments)
+    if arguments.steps:
+        config = replace(config, steps=arguments.steps)
+    configs = chosen(make_configs(config), arguments.only)
+    ground = read_ground(arguments, config)
+    trials = [Trial(name, config, ground.shards) for name, config in configs.items()]
+    found = {}
+    for trial, figures in run_trials(ground, trials):
+        found[trial.name] = figures
+        print(as_markdown(found), flush=True)
     if arguments.output:
         write_figures(
             arguments.output, "python -m benchmarks.ablation", {"trials": found}, arguments
         )
 
 
-def make_trials(ground: Ground, config: TrainConfig) -> list[Trial]:
-    """Every trial, named by what differs from the paper's heads or, behind "all, ", from all."""
+def make_configs(config: TrainConfig) -> dict[str, TrainConfig]:
+    """Of every trial, named by what differs from the paper's heads or, behind "all, ", from all."""
     plain = replace(config, **PLAIN)
     configs = {"plain": plain}
     for name, fields in STEPS.items():
@@ -78,16 +80,17 @@ def make_trials(ground: Ground, config: TrainConfig) -> list[Trial]:
         configs["all, two heads of the same size"] = replace(
             config, num_draft_heads=2, head_hidden_size=wider
         )
-    return [Trial(name, config, ground.shards) for name, config in configs.items()]
+    return configs
 
 
-def chosen(trials: list[Trial], names: list[str] | None) -> list[Trial]:
-    """The trials of these names, in their own order. Raises HeadsError for one that is none."""
-    known = [trial.name for trial in trials]
+def chosen(configs: dict[str, TrainConfig], names: list[str] | None) -> dict[str, TrainConfig]:
+    """Those of these names, in their own order. Raises HeadsError for one that is none."""
     for name in names or ():
-        if name not in known:
-            raise HeadsError(f"only: found {name!r}; expected some of {', '.join(known)}")
-    return [trial for trial in trials if not names or trial.name in names]
+        if name not in configs:
+            raise HeadsError(
+                f"only: found {name!r}; expected some of {', '.join(map(repr, configs))}"
+            )
+    return {name: config for name, config in configs.items() if not names or name in names}
 
 
 def as_markdown(found: dict[str, Any]) -> str:
@@ -106,4 +109,4 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

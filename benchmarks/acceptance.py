@@ -21,7 +21,8 @@ from typing import Any
 from heads_training.evaluate import evaluate
 from heads_training.lattice_walk import THRESHOLDS, threshold_key
 from heads_training.records import Record, write_records
-from vllm_bpd.errors import HeadsError, read_json_lines
+from vllm_bpd.arguments import at_least_one, output_file, run_command
+from vllm_bpd.errors import HeadsError, read_json_lines, shown
 
 
 def main() -> None:
@@ -43,15 +44,17 @@ def main() -> None:
         default=True,
         help="let the request's own text help the heads",
     )
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
-    parser.add_argument("--concurrency", type=int, default=32, help="requests at once")
+    parser.add_argument(
+        "--max-tokens", type=at_least_one, default=256, help="longest answer, tokens"
+    )
+    parser.add_argument("--concurrency", type=at_least_one, default=32, help="requests at once")
     parser.add_argument(
         "--walk",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="walk over the answers, too; one more pass of the target over them",
     )
-    parser.add_argument("--output", type=Path, help="JSON file for the raw results")
+    parser.add_argument("--output", type=output_file, help="JSON file for the raw results")
     arguments = parser.parse_args()
     if arguments.min_confidence is None:
         arguments.min_confidence = 0.1 if arguments.context_lookup else 0.0
@@ -69,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from vllm_bpd.demo_target import export_demo_target
 
+    categories = read_categories(arguments.prompts)
     target = arguments.target or str(export_demo_target())
     speculative: dict[str, Any] = {
         "method": "bpd",
@@ -89,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
     rows: dict[str, dict[str, Any]] = {}
     records: list[Record] = []
-    for category, prompts in read_categories(arguments.prompts).items():
+    for category, prompts in categories.items():
         before, started = _counters(llm), time.perf_counter()
         outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
         after = _counters(llm)
@@ -160,21 +164,24 @@ def format_rows(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def read_categories(path: Path | None) -> dict[str, list[str]]:
-    """Prompts by category, in file order."""
+    """Prompts by category, in file order. Raises HeadsError for a file that holds none."""
     if path is None:
         from vllm_bpd.demo.prompts import PROMPTS
 
         return {"demo": list(PROMPTS)}
     found: dict[str, list[str]] = {}
-    try:
-        records = read_json_lines(path, "a prompt file")
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
-    for where, record in records:
-        prompt = record["turns"][0] if "turns" in record else record.get("prompt")
-        if not isinstance(prompt, str):
-            raise SystemExit(f"error: {where}: found {sorted(record)}; expected prompt or turns")
-        found.setdefault(record.get("category", "all prompts"), []).append(prompt)
+    for where, record in read_json_lines(path, "a prompt file"):
+        turns = record.get("turns")
+        prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
+        category = record.get("category", "all prompts")
+        if not isinstance(prompt, str) or not isinstance(category, str):
+            raise HeadsError(
+                f"prompts: {where}: found {shown(record)}; expected a text `prompt`, or texts "
+                "`turns`, and as `category` a text or nothing"
+            )
+        found.setdefault(category, []).append(prompt)
+    if not found:
+        raise HeadsError(f"prompts: {path}: found no line; expected one prompt a line")
     return found
 
 
@@ -223,4 +230,4 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

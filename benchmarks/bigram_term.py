@@ -30,8 +30,8 @@ from heads_training.lattice_fit import (
     right_tokens,
 )
 from heads_training.target import read_rows
+from vllm_bpd.arguments import at_least_one, output_file, run_command
 from vllm_bpd.checkpoint import load_heads
-from vllm_bpd.errors import HeadsError
 
 _VALIDATION = 0.05  # share of the training prompts that nothing but the lattice is fitted to
 _BATCH = 8192  # rows a step
@@ -82,16 +82,17 @@ def main() -> None:
     parser.add_argument("--heads", required=True, type=Path, help="folder of heads")
     parser.add_argument("--answers", required=True, type=Path, help="training answers")
     parser.add_argument("--judge", required=True, type=Path, help="answers to judge on")
-    parser.add_argument("--rank", type=int, default=64, help="columns of the term")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the training rows")
-    parser.add_argument("--places", type=int, default=8, help="of the lattice, k - 1 at most")
+    parser.add_argument("--rank", type=at_least_one, default=64, help="columns of the term")
+    parser.add_argument(
+        "--epochs", type=at_least_one, default=4, help="passes over the training rows"
+    )
+    parser.add_argument(
+        "--places", type=at_least_one, default=8, help="of the lattice, k - 1 at most"
+    )
     parser.add_argument("--work", type=Path, default=Path("bpd-work"), help="for hidden states")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=output_file, help="JSON file")
     arguments = parser.parse_args()
-    try:
-        found = run(arguments)
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+    found = run(arguments)
     for name, figures in found["drafters"].items():
         by_k = (f"{k}: {row['tokens_per_step']:.3f}" for k, row in figures["all"].items())
         print(f"{name}: {', '.join(by_k)}")
@@ -176,4 +177,4 @@ def with_term(term: BigramTerm | None, texts: Texts, rows_T: Tensor, lattice: La
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_bpd.errors import read_json
 
 PLAIN = "no speculation"
 
@@ -56,6 +57,6 @@ def contenders(heads: str | None, tuned: Path | None) -> list[Contender]:
         Contender("bpd", bpd),
     ]
     if tuned is not None:
-        config = json.loads(tuned.read_text(encoding="utf-8"))
+        config = read_json(tuned, "a speculative config")
         found.append(Contender("bpd, tuned", {**bpd, **config}))
     return found

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from benchmarks.drafters import measure, variants, write_figures
-from benchmarks.trials import JUDGED, draw
+from benchmarks.trials import JUDGED, draw, require_k
 from heads_training.dataset import Texts, coverage, draft_vocabulary, read_texts, split_held_out
 from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import Lattice, fit_weights, head_candidates, make_lattice
 from heads_training.target import TargetRows, read_rows
+from vllm_bpd.arguments import at_least_one, output_file, run_command
 from vllm_bpd.checkpoint import load_heads
-from vllm_bpd.errors import HeadsError
 from vllm_bpd.heads import BlockwiseHeads
 from vllm_bpd.lattice import CANDIDATES
 
@@ -56,15 +56,15 @@ def main() -> None:
     parser.add_argument("--answers", required=True, type=Path, help="training answers")
     parser.add_argument("--judge", required=True, type=Path, help="answers to judge on")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ids; 0: all")
-    parser.add_argument("--places", type=int, default=8, help="of the lattice, k - 1 at most")
+    parser.add_argument(
+        "--places", type=at_least_one, default=8, help="of the lattice, k - 1 at most"
+    )
     parser.add_argument("--k", type=int, default=5, help="block size of table and picture")
     parser.add_argument("--work", type=Path, default=Path("bpd-work"), help="for hidden states")
-    parser.add_argument("--output", type=Path, help="JSON file; a picture lies beside it")
+    parser.add_argument("--output", type=output_file, help="JSON file; a picture lies beside it")
     arguments = parser.parse_args()
-    try:
-        found = run(arguments)
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+    require_k(arguments.k, arguments.places)
+    found = run(arguments)
     print(as_markdown(found, str(arguments.k)))
     if arguments.output:
         results = {"k": arguments.k, "sizes": found}
@@ -155,4 +155,4 @@ def as_markdown(found: list[dict[str, Any]], k: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

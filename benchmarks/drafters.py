@@ -34,6 +34,7 @@ from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import Drafted, Lattice, draft_rows, make_lattice
 from heads_training.lattice_walk import walk_drafts
 from heads_training.target import read_rows
+from vllm_bpd.arguments import output_file, run_command
 from vllm_bpd.checkpoint import load_heads, load_lattice
 from vllm_bpd.errors import HeadsError
 from vllm_bpd.lattice import draft_block
@@ -53,26 +54,27 @@ class Variant:
 
 def main() -> None:
     """Walk, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.drafters",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--target", required=True, help="model folder")
     parser.add_argument("--heads", required=True, type=Path, help="folder of heads with a lattice")
     parser.add_argument("--answers", required=True, type=Path, help="folder of answers, or a file")
     parser.add_argument("--work", type=Path, default=Path("bpd-work"), help="for hidden states")
-    parser.add_argument("--output", type=Path, help="JSON file; the picture lies beside it")
+    parser.add_argument("--output", type=output_file, help="JSON file; the picture lies beside it")
     arguments = parser.parse_args()
     heads, draft_ids_V = load_heads(arguments.heads, torch.bfloat16)
     weights_PF = load_lattice(arguments.heads)
     if weights_PF is None:
-        raise SystemExit(f"heads: {arguments.heads}: found no lattice; expected one to compare")
-    try:
-        shards = write_states(arguments.target, arguments.answers, arguments.work / "evaluated")
-        texts = read_texts(shards, heads.num_heads)
-        rows_T = torch.arange(texts.rows)
-        rows = make_lattice(
-            heads, texts, rows_T, read_rows(arguments.target), draft_ids_V, len(weights_PF)
-        )
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+        raise HeadsError(f"heads: {arguments.heads}: found no lattice; expected one to compare")
+    shards = write_states(arguments.target, arguments.answers, arguments.work / "evaluated")
+    texts = read_texts(shards, heads.num_heads)
+    rows_T = torch.arange(texts.rows)
+    rows = make_lattice(
+        heads, texts, rows_T, read_rows(arguments.target), draft_ids_V, len(weights_PF)
+    )
     found = variants(rows, weights_PF)
     others = peers(texts, rows.right_TP)
     results = measure(found | {name: Variant(drafted) for name, drafted in others.items()}, texts)
@@ -120,7 +122,7 @@ def against_peers(ours: Drafted, others: dict[str, Drafted], texts: Texts) -> di
                 group: at_equal_cost(ours.at(rows_T), theirs.at(rows_T), lengths, k - 1)
                 for group, (rows_T, lengths) in groups.items()
             }
-            for k in (5, ours.match_TP.shape[1] + 1)
+            for k in {min(5, ours.match_TP.shape[1] + 1), ours.match_TP.shape[1] + 1}
         }
         for name, theirs in others.items()
     }
@@ -195,7 +197,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     for name, rows in drafters.items():
         cells = " | ".join(f"{rows['all'][k]['tokens_per_step']:.3f}" for k in sizes)
         lines.append(f"| {name} | {cells} |")
-    for k in ("5", sizes[-1]):
+    for k in dict.fromkeys(("5" if "5" in sizes else sizes[-1], sizes[-1])):
         groups = [group for group in next(iter(drafters.values())) if group != "all"]
         lines += ["", f"k = {k}; accepted: share of the drafted tokens that is accepted", ""]
         lines.append("| drafter | all | " + " | ".join(groups) + " | drafted a step | accepted |")
@@ -267,4 +269,4 @@ def write_results(path: Path, results: dict[str, Any], arguments: argparse.Names
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch.nn.functional import linear
 
+from vllm_bpd.arguments import at_least_one, output_file, run_command
 from vllm_bpd.few_rows import MOST_ROWS, RoundedWeight
 from vllm_bpd.lattice import CANDIDATES
 
@@ -55,8 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.drafting", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--rounds", type=int, default=30, help="of each part; the median counts")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=30, help="of each part; the median counts"
+    )
+    parser.add_argument("--output", type=output_file, help="JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rounds = arguments.rounds
@@ -137,4 +139,4 @@ def milliseconds(work: Callable[[], object], rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -19,8 +19,8 @@ from heads_training.dataset import Texts, read_texts
 from heads_training.hidden_states import write_states
 from heads_training.lattice_fit import Lattice, draft_rows, fit_weights, make_lattice
 from heads_training.target import read_rows
+from vllm_bpd.arguments import at_least_one, output_file, run_command
 from vllm_bpd.checkpoint import load_heads
-from vllm_bpd.errors import HeadsError
 
 CUTS = (0.0, 0.1)
 
@@ -34,15 +34,14 @@ def main() -> None:
     parser.add_argument("--heads", required=True, type=Path, help="folder of heads")
     parser.add_argument("--fit-on", required=True, type=Path, help="folder of answers, or a file")
     parser.add_argument("--answers", required=True, type=Path, help="folder of answers, or a file")
-    parser.add_argument("--places", type=int, default=8, help="of the lattice, k - 1 at most")
+    parser.add_argument(
+        "--places", type=at_least_one, default=8, help="of the lattice, k - 1 at most"
+    )
     parser.add_argument("--work", type=Path, default=Path("bpd-work"), help="for hidden states")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=output_file, help="JSON file")
     arguments = parser.parse_args()
-    try:
-        _, fitted_on = candidates(arguments, arguments.fit_on, "fitted")
-        texts, walked = candidates(arguments, arguments.answers, "evaluated")
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+    _, fitted_on = candidates(arguments, arguments.fit_on, "fitted")
+    texts, walked = candidates(arguments, arguments.answers, "evaluated")
     results = measure(variants(fitted_on, walked, arguments.places), texts)
     results["fit_tokens"] = len(fitted_on.right_TP)
     k = str(arguments.places + 1)
@@ -83,4 +82,4 @@ def first_heads(rows: Lattice, count: int) -> Lattice:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

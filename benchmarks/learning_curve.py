@@ -22,10 +22,13 @@ from benchmarks.trials import (
     add_arguments,
     answer_tokens,
     draw,
+    read_config,
     read_ground,
+    require_k,
     run_trials,
 )
 from heads_training.train import TrainConfig
+from vllm_bpd.arguments import at_least_one, positive, run_command
 from vllm_bpd.errors import HeadsError
 
 
@@ -37,19 +40,20 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--tokens", type=int, nargs="+", help="answer tokens (default: halvings)")
-    parser.add_argument("--epochs", type=float, default=2.8, help="passes over the tokens")
+    parser.add_argument(
+        "--tokens", type=at_least_one, nargs="+", help="answer tokens (default: halvings)"
+    )
+    parser.add_argument("--epochs", type=positive, default=2.8, help="passes over the tokens")
     parser.add_argument("--k", type=int, default=5, help="block size of table and picture")
     arguments = parser.parse_args()
-    try:
-        ground, config = read_ground(arguments)
-        trials = sizes(ground, config, arguments.tokens, arguments.epochs)
-        rows = []
-        for _, figures in run_trials(ground, trials):
-            rows.append(figures)
-            print(as_markdown(rows, str(arguments.k)), flush=True)
-    except HeadsError as error:
-        raise SystemExit(f"error: {error}") from None
+    config = read_config(arguments)
+    require_k(arguments.k, max(config.lattice_places, config.num_draft_heads))
+    ground = read_ground(arguments, config)
+    trials = sizes(ground, config, arguments.tokens, arguments.epochs)
+    rows = []
+    for _, figures in run_trials(ground, trials):
+        rows.append(figures)
+        print(as_markdown(rows, str(arguments.k)), flush=True)
     if arguments.output:
         results = {"k": arguments.k, "epochs": arguments.epochs, "rows": rows}
         write_figures(arguments.output, "python -m benchmarks.learning_curve", results, arguments)
@@ -97,4 +101,4 @@ def as_markdown(rows: list[dict[str, Any]], k: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.acceptance import read_categories
 from benchmarks.wrong_drafts import WrongDrafts
+from vllm_bpd.arguments import at_least_one, output_file, run_command
 
 MOST_DRAFTS = 8
 _FEWEST_PROMPTS = 16  # of a batch size, in all rounds
@@ -79,11 +80,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSONL (default: the demo's prompts)")
     parser.add_argument("--target", help="model folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--batch-sizes", type=at_least_one, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--max-tokens", type=at_least_one, default=96)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=output_file, help="JSON file")
     run(parser.parse_args())
 
 
@@ -92,6 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm_bpd.demo_target import export_demo_target
 
+    texts = [text for group in read_categories(arguments.prompts).values() for text in group]
+    random.Random(0).shuffle(texts)  # files are often sorted by category
     target = arguments.target or str(export_demo_target())
     free = _engine(
         arguments,
@@ -105,8 +108,6 @@ def run(arguments: argparse.Namespace) -> None:
     heads = {"model": arguments.heads} if arguments.heads else {}
     bpd = _engine(arguments, target, {"method": "bpd", **heads})
     drafting = _watch_drafting()
-    texts = [text for group in read_categories(arguments.prompts).values() for text in group]
-    random.Random(0).shuffle(texts)  # files are often sorted by category
     results = {}
     for size in arguments.batch_sizes:
         results[str(size)] = measure(arguments, free, bpd, drafting, texts, size)
@@ -268,4 +269,4 @@ def _between(steps: dict[int, float], drafts: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

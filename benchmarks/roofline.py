@@ -155,7 +155,8 @@ def fits(model: Model, machine: Machine, batch: int, context: int, ranks: int) -
 LLAMA_70B = Model("Llama 3 70B", 80, 8192, 64, 8, 128, 28672, 128256)
 H100 = Machine("H100 SXM", 989e12, 3.35e12, 80e9, 450e9, 8e-6, 100e-6)
 # Tokens a step by k, as docs/acceptance.md measured them for four heads and the requests' own
-# text, on a target of 135M (benchmarks/results/head-shapes.json). A large target's own must be measured before they are believed.
+# text, on a target of 135M (benchmarks/results/head-shapes.json). A large target's own must be
+# measured before they are believed.
 ACCEPTED = {2: 1.667, 3: 2.078, 5: 2.518, 9: 2.857}
 MOST_HEADS = 4  # further places go on with the text alone
 RANKS = (2, 4, 8)

@@ -21,8 +21,10 @@ from typing import Any
 from benchmarks.acceptance import read_categories
 from benchmarks.bench_report import as_markdown, ready_table, write_plot
 from benchmarks.client import measure
-from benchmarks.contenders import Contender, contenders
+from benchmarks.contenders import PLAIN, Contender, contenders
 from benchmarks.live_server import LiveServer
+from vllm_bpd.arguments import at_least_one, output_folder, run_command
+from vllm_bpd.errors import HeadsError
 
 _FEWEST = 12  # requests of a load, at least, however few at once
 
@@ -37,15 +39,17 @@ def main() -> None:
     parser.add_argument("--heads", help="folder or hub id of heads (default: found for target)")
     parser.add_argument("--tuned", type=Path, help="what `vllm-bpd tune` wrote; one more contender")
     parser.add_argument("--only", nargs="+", help="names of contenders; the others stay out")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--concurrency", type=at_least_one, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, tokens")
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument(
+        "--max-tokens", type=at_least_one, default=128, help="longest answer, tokens"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
     parser.add_argument("--max-model-len", type=int, default=4096, help="tokens")
     parser.add_argument("--serve", default="", help="further options of every `vllm serve`")
     parser.add_argument("--seed", type=int, default=0, help="draws prompts")
-    parser.add_argument("--output", type=Path, default=Path("build/bench"), help="folder")
+    parser.add_argument("--output", type=output_folder, default="build/bench", help="folder")
     run(parser.parse_args())
 
 
@@ -53,13 +57,17 @@ def run(arguments: argparse.Namespace) -> None:
     """The measurement itself; results are written as they come."""
     from vllm_bpd.demo_target import export_demo_target
 
-    target = arguments.target or str(export_demo_target())
-    found = [
-        one for one in contenders(arguments.heads, arguments.tuned) if _takes_part(arguments, one)
-    ]
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    known = contenders(arguments.heads, arguments.tuned)
+    for name in arguments.only or ():
+        if name not in {one.name for one in known}:
+            names = ", ".join(repr(one.name) for one in known)
+            raise HeadsError(f"only: found {name!r}; expected some of {names}")
+    if arguments.only and PLAIN not in arguments.only:
+        raise HeadsError(f"only: found no {PLAIN!r}; expected it, as all are compared with it")
+    found = [one for one in known if _takes_part(arguments, one)]
     texts = [text for group in read_categories(arguments.prompts).values() for text in group]
     random.Random(arguments.seed).shuffle(texts)
+    target = arguments.target or str(export_demo_target())
     options = [
         "--dtype", arguments.dtype, "--max-model-len", str(arguments.max_model_len),
         "--max-num-seqs", str(max(arguments.concurrency)),
@@ -171,4 +179,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,7 +13,6 @@ import argparse
 import json
 import weakref
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from heads_training.objectives import FrozenObjective
 from heads_training.train_config import TrainConfig
+from vllm_bpd.arguments import output_file, run_command
 from vllm_bpd.config import HeadsConfig, TargetFingerprint
 from vllm_bpd.heads import BlockwiseHeads
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training_memory", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=output_file, help="JSON file")
     arguments = parser.parse_args()
     found = {}
     for length in LENGTHS:
@@ -108,4 +108,4 @@ def step_bytes(length: int, chunk: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,7 +24,9 @@ from heads_training.lattice_fit import fit_weights, make_lattice
 from heads_training.recipe import make_recipe, read_recipe
 from heads_training.target import TargetRows, read_rows
 from heads_training.train import TrainConfig, prepare, train
+from vllm_bpd.arguments import output_file
 from vllm_bpd.checkpoint import load_heads, save_heads
+from vllm_bpd.errors import HeadsError, read_json
 
 FIGURES_FILE = "figures.json"
 JUDGED = ("heads", "lattice", "lattice, cut 0.1")  # of the drafters that benchmarks.drafters knows
@@ -60,22 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", required=True, help="recipe, or the name of one that ships")
     parser.add_argument("--work", type=Path, default=Path("bpd-trials"), help="what is kept")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--output", type=output_file, help="JSON file for the figures")
 
 
-def read_ground(arguments: argparse.Namespace) -> tuple[Ground, TrainConfig]:
-    """Hidden states, made where they are missing, and the recipe's training options."""
-    recipe = make_recipe(read_recipe(arguments.config), {"target": arguments.target})
+def read_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The recipe's training options. Raises HeadsError."""
+    return make_recipe(read_recipe(arguments.config), {"target": arguments.target}).train
+
+
+def require_k(k: int, places: int) -> None:
+    """Raise HeadsError unless blocks of `k` can be drafted at so many places."""
+    if not 2 <= k <= places + 1:
+        raise HeadsError(
+            f"k: found {k}; expected 2 to {places + 1}, as {places} tokens are drafted"
+        )
+
+
+def read_ground(arguments: argparse.Namespace, config: TrainConfig) -> Ground:
+    """Hidden states, made where they are missing. Raises HeadsError."""
     work: Path = arguments.work
-    ground = Ground(
+    return Ground(
         read_rows(arguments.target),
-        write_states(
-            arguments.target, arguments.answers, work / "states", recipe.train.reads_prompts
-        ),
+        write_states(arguments.target, arguments.answers, work / "states", config.reads_prompts),
         write_states(arguments.target, arguments.judge, work / "judged"),
         work,
     )
-    return ground, recipe.train
 
 
 def answer_tokens(shard: Path) -> int:
@@ -99,18 +110,20 @@ def run_trials(ground: Ground, trials: Sequence[Trial]) -> Iterator[tuple[Trial,
         found = _finished(folder, made_with)
         if found is None:
             found = {"made with": made_with} | _run(ground, trial, folder)
-            (folder / FIGURES_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            partial = folder / f"{FIGURES_FILE}.partial"
+            partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            partial.replace(folder / FIGURES_FILE)
         yield trial, found
 
 
 def _finished(folder: Path, made_with: dict[str, Any]) -> dict[str, Any] | None:
-    """The figures of the same trial, if it was run to its end."""
+    """The figures of the same trial, if it ended; what cannot be read counts as none."""
     try:
-        found: dict[str, Any] = json.loads((folder / FIGURES_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        found = read_json(folder / FIGURES_FILE, "figures of a trial")
+    except HeadsError:
         return None
     # As they look behind JSON: a tuple is a list there.
-    return found if found["made with"] == json.loads(json.dumps(made_with)) else None
+    return found if found.get("made with") == json.loads(json.dumps(made_with)) else None
 
 
 def _run(ground: Ground, trial: Trial, folder: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ import vllm_bpd.lattice as lattice
 from heads_training.dataset import Texts
 from heads_training.target import TargetRows
 from heads_training.walk import frozen_rows
+from vllm_bpd.errors import HeadsError
+from vllm_bpd.fingerprint import explain_mismatch
 from vllm_bpd.heads import BlockwiseHeads
 
 _ROWS_AT_ONCE = 1024  # rows scored together; bounds memory
@@ -120,7 +122,17 @@ def make_lattice(
     draft_ids_V: Tensor | None,
     places: int,
 ) -> Lattice:
-    """Candidates at `rows_T`, which are whole answers in order. Computes in the heads' dtype."""
+    """Candidates at `rows_T`, which are whole answers in order. Computes in the heads' dtype.
+
+    Raises HeadsError for heads of another target, and where there are no rows.
+    """
+    mismatch = explain_mismatch(heads.config.target, target.fingerprint)
+    if mismatch:
+        raise HeadsError(f"heads: {mismatch}")
+    if not len(rows_T):
+        raise HeadsError(
+            "answers: found none to draft for; expected more, so that some are held out"
+        )
     head_ids_TKM, head_logp_TKM = head_candidates(heads, texts, rows_T, target, draft_ids_V)
     match_ids, match_runs, right = [], [], []
     for record in texts.record_T[rows_T].unique_consecutive().tolist():

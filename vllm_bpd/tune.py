@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_bpd.arguments import at_least_one, output_file
 from vllm_bpd.discovery import find_heads
 from vllm_bpd.errors import HeadsError, read_json_lines
 from vllm_bpd.tuning import OFF, Key, Setting, as_options, as_ranges, choose, choose_settings, ratio
@@ -36,16 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", help="folder or hub id of heads, instead of looking for them")
     parser.add_argument("--prompts", type=Path, help="JSONL with `prompt` (default: the demo's)")
     parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests at once"
+        "--batch-sizes",
+        type=at_least_one,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32],
+        help="requests at once",
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer, tokens")
-    parser.add_argument("--rounds", type=int, default=3, help="each setting is measured so often")
+    parser.add_argument(
+        "--max-tokens", type=at_least_one, default=64, help="longest answer, tokens"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=3, help="each setting is measured so often"
+    )
     parser.add_argument("--dtype", default="auto", help="of the target, as served")
     parser.add_argument("--max-model-len", type=int, default=2048, help="tokens, as served")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="largest batch, as served")
     parser.add_argument("--enforce-eager", action="store_true", help="as served")
-    parser.add_argument("--output", type=Path, default=Path("bpd-tuned.json"), help="the config")
-    parser.add_argument("--results", type=Path, help="JSON file for every measured speed")
+    parser.add_argument("--output", type=output_file, default="bpd-tuned.json", help="the config")
+    parser.add_argument("--results", type=output_file, help="JSON file for every measured speed")
 
 
 def tune(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import side_by_side
+from benchmarks.acceptance import read_categories
 from benchmarks.bench_report import as_markdown, ratios, ready_table, summarise, write_plot
 from benchmarks.client import figures
 from benchmarks.contenders import PLAIN, Contender, contenders
 from benchmarks.live_server import LiveServer, proportional_kib
+from vllm_bpd.errors import HeadsError
 
 
 def row(contender: str, number: int, speed: float, **changed: Any) -> dict[str, Any]:
@@ -142,3 +146,25 @@ def test_a_contender_without_its_package_is_left_out_by_name() -> None:
     missing = Contender("other", {}, "no_such_package").missing
     assert missing == "other: left out, no_such_package is not installed"
     assert Contender("ours", {}, "json").missing is None
+
+
+def test_a_tuned_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeadsError, match="not readable as a speculative config"):
+        contenders(None, tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(("only", "found"), [("typo", "'typo'"), ("bpd", "no 'no speculation'")])
+def test_names_of_contenders_are_checked_first(only: str, found: str) -> None:
+    arguments = argparse.Namespace(heads=None, tuned=None, only=[only])
+    with pytest.raises(HeadsError, match=f"only: found {found}; expected "):
+        side_by_side.run(arguments)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"turns": []}', '{"turns": null}', '{"prompt": "x", "category": ["a"]}', ""]
+)
+def test_prompts_that_are_none_are_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(HeadsError, match=r"prompts: .*expected"):
+        read_categories(path)

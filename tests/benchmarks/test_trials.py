@@ -79,8 +79,8 @@ def test_sizes_are_whole_files_and_equal_passes(ground: Ground) -> None:
         learning_curve.sizes(ground, config, [1_000_000], epochs=2.0)
 
 
-def test_trials_change_what_they_say(ground: Ground, shipped: TrainConfig) -> None:
-    found = {t.name: t.config for t in ablation.make_trials(ground, shipped)}
+def test_trials_change_what_they_say(shipped: TrainConfig) -> None:
+    found = ablation.make_configs(shipped)
     assert found["all"] == shipped
     assert found["plain"] == replace(shipped, **ablation.PLAIN)
     for name, fields in ablation.STEPS.items():
@@ -91,22 +91,42 @@ def test_trials_change_what_they_say(ground: Ground, shipped: TrainConfig) -> No
     assert len({str(config) for config in found.values()}) == len(found)
 
 
-def test_two_heads_of_the_same_size_are(ground: Ground, shipped: TrainConfig) -> None:
+def test_two_heads_of_the_same_size_are(shipped: TrainConfig) -> None:
     def weights(config: TrainConfig) -> int:
         hidden = config.num_draft_heads * config.head_hidden_size
         return hidden * (2 + config.num_draft_heads)  # times the target's hidden size
 
-    found = {t.name: t.config for t in ablation.make_trials(ground, shipped)}
+    found = ablation.make_configs(shipped)
     ratio = weights(found["all, two heads of the same size"]) / weights(shipped)
     assert 0.99 < ratio <= 1
 
 
-def test_names_that_are_none_are_refused(ground: Ground) -> None:
-    made = ablation.make_trials(ground, SHORT)
-    assert [t.name for t in ablation.chosen(made, ["all", "plain"])] == ["plain", "all"]
+def test_names_that_are_none_are_refused() -> None:
+    made = ablation.make_configs(SHORT)
+    assert list(ablation.chosen(made, ["all", "plain"])) == ["plain", "all"]
     assert ablation.chosen(made, None) == made
-    with pytest.raises(HeadsError, match="only: found 'none'; expected some of plain, "):
+    with pytest.raises(HeadsError, match="only: found 'none'; expected some of 'plain', "):
         ablation.chosen(made, ["none"])
+
+
+@pytest.mark.parametrize("k", [1, 5, 99])
+def test_a_block_that_cannot_be_drafted_is_refused(k: int) -> None:
+    with pytest.raises(HeadsError, match=f"k: found {k}; expected 2 to 4, as 3 tokens are drafted"):
+        trials.require_k(k, 3)
+    trials.require_k(4, 3)
+
+
+def test_figures_that_cannot_be_read_count_as_none(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial("one", SHORT, ground.shards)
+    [(_, found)] = run_trials(ground, [trial])
+    path = ground.work / "one" / trials.FIGURES_FILE
+    for text in ('{"made', "{}", "[]"):
+        path.write_text(text)
+        monkeypatch.setattr(trials, "_run", lambda *_, text=text: {"again": text})
+        [(_, again)] = run_trials(ground, [trial])
+        assert again == {"made with": found["made with"], "again": text}
 
 
 def test_tables_have_a_row_each(ground: Ground) -> None:
