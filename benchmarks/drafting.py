@@ -38,7 +38,7 @@ class Shape:
 
     requests: int = 1
     heads: int = 2
-    units: int = 1680  # hidden, of each head
+    units: int = 560  # hidden, of each head
     scored: int = 8192
 
     def grown(self) -> dict[str, list[Shape]]:

@@ -14,8 +14,10 @@ import urllib.request
 from pathlib import Path
 
 from benchmarks.contenders import Contender
+from vllm_bpd.errors import HeadsError
 
 NAME = "served"  # of the model, whichever the contender
+_LEAST_GIB = 5  # servers grow by a tenth or so under load, and the client needs its own
 _START_SECONDS = 900  # compiling on a slow machine included
 
 
@@ -75,6 +77,24 @@ class LiveServer:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def require_memory(meminfo: str) -> None:
+    """Raise HeadsError if too little memory is left to measure in, by what /proc/meminfo says.
+
+    Without swap, the kernel then drops and reads programs' own pages again and again, and every
+    speed is that of the disk.
+    """
+    left = next(
+        int(line.split()[1]) / 2**20
+        for line in meminfo.splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    if left < _LEAST_GIB:
+        raise HeadsError(
+            f"memory: {left:.1f} GiB are left beside the servers; expected {_LEAST_GIB} or more: "
+            "let fewer take part with --only"
+        )
 
 
 def proportional_kib(smaps_rollup: str) -> int:

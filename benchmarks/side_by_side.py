@@ -22,7 +22,7 @@ from benchmarks.acceptance import read_categories
 from benchmarks.bench_report import as_markdown, ready_table, write_plot
 from benchmarks.client import measure
 from benchmarks.contenders import PLAIN, Contender, contenders
-from benchmarks.live_server import LiveServer
+from benchmarks.live_server import LiveServer, require_memory
 from vllm_bpd.arguments import at_least_one, output_folder, run_command
 from vllm_bpd.errors import HeadsError
 
@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
             ready[one.name] = {"ready_seconds": servers[-1].wait()}
             print(f"{one.name}: ready", flush=True)
         _first_requests(servers, target, texts)
+        require_memory(Path("/proc/meminfo").read_text())
         for server in servers:
             ready[server.contender.name]["memory_mib"] = server.memory_mib()
         rows = _take_turns(arguments, servers, target, texts, ready)

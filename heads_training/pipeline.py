@@ -24,7 +24,7 @@ from heads_training.recipe import Recipe
 from heads_training.target import TargetRows, read_rows, resolve_target
 from heads_training.train import Trained, TrainingData, prepare, train
 from vllm_bpd.checkpoint import load_heads, require_replaceable, save_heads
-from vllm_bpd.errors import read_json
+from vllm_bpd.errors import HeadsError, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def train_checkpoint(recipe: Recipe, command: str) -> dict[str, Any] | None:
     """
     # Now, not after hours of training.
     require_replaceable(recipe.output)
-    check_plot_path(recipe.plot_path)
+    _check_outputs(recipe)
     if not processes().is_main_process:
         return _train(recipe, command)
     with only_one(recipe.work):
@@ -146,7 +146,7 @@ def evaluate_checkpoint(recipe: Recipe) -> dict[str, Any]:
 
     On the answers of `recipe.evaluate.on`, or on those that were held out from training.
     """
-    check_plot_path(recipe.plot_path)
+    _check_outputs(recipe)
     if recipe.evaluate.on is not None:
         on, states, held_out = recipe.evaluate.on, recipe.work / "evaluated", None
     else:
@@ -155,6 +155,15 @@ def evaluate_checkpoint(recipe: Recipe) -> dict[str, Any]:
         held_out = _held_out(recipe)
     report = evaluate(recipe.output, recipe.served_target, on, states, held_out)
     return _write_report(recipe, report)
+
+
+def _check_outputs(recipe: Recipe) -> None:
+    """Raise HeadsError for outputs that could not be written in the end."""
+    if recipe.report_path.is_dir():
+        raise HeadsError(f"json: found {recipe.report_path}, a folder; expected a file to write")
+    check_plot_path(recipe.plot_path)  # the picture lies beside it, unless named
+    if recipe.work.is_file():
+        raise HeadsError(f"work: found {recipe.work}, a file; expected a folder, there or not")
 
 
 def _held_out(recipe: Recipe) -> float:

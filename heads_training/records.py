@@ -45,8 +45,8 @@ def answer_files(answers: Path) -> list[Path]:
         paths = [answers]
     if not paths:
         raise HeadsError(
-            f"answers: {answers}: found no answer file; expected FILE.jsonl or a folder with "
-            "answers-*.jsonl, as `bpd-train generate` writes them"
+            f"answers: {answers}: found no answer file with anything in it; expected FILE.jsonl or "
+            "a folder with answers-*.jsonl, as `bpd-train generate` writes them"
         )
     return paths
 

@@ -17,7 +17,7 @@ from benchmarks.acceptance import read_categories
 from benchmarks.bench_report import as_markdown, ratios, ready_table, summarise, write_plot
 from benchmarks.client import figures
 from benchmarks.contenders import PLAIN, Contender, contenders
-from benchmarks.live_server import LiveServer, proportional_kib
+from benchmarks.live_server import LiveServer, proportional_kib, require_memory
 from vllm_bpd.errors import HeadsError
 
 
@@ -101,6 +101,12 @@ def test_memory_is_of_the_whole_session(tmp_path: Path) -> None:
         server.process = process
         assert 64 < server.memory_mib() < 256
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_too_little_memory_is_refused() -> None:
+    require_memory("MemTotal: 9 kB\nMemAvailable: 6291456 kB\n")
+    with pytest.raises(HeadsError, match=r"memory: 4\.0 GiB are left .*--only"):
+        require_memory("MemTotal: 9 kB\nMemAvailable: 4194304 kB\n")
 
 
 RESULT = {

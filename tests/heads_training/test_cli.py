@@ -103,6 +103,8 @@ def test_a_missing_target_is_named_by_every_command(
         (["--target", "t", "--steps", "many"], "--steps: invalid int value"),
         (["evaluate", "--heads", "none", "--target", "{target}"], "none/config.json"),
         (["train", "--target", "{target}", "--plot", "p.gif"], "plot: found p.gif"),
+        (["train", "--target", "{target}", "--json", "."], "json: found ., a folder; expected a"),
+        (["train", "--target", "{target}", "--work", __file__], f"work: found {__file__}, a file"),
         (["generate", "--target", "t", "--self-written", "0"], "self_written"),
         (
             ["generate", "--target={target}", "--prompts=none.jsonl", "--answer-tokens=99"],
