@@ -115,14 +115,14 @@ def variants(rows: Lattice, weights_PF: Tensor) -> dict[str, Variant]:
 
 def against_peers(ours: Drafted, others: dict[str, Drafted], texts: Texts) -> dict[str, Any]:
     """Ours and each peer at equal verified tokens: by peer, k and category."""
-    groups = categories(texts)
+    groups, largest = categories(texts), ours.match_TP.shape[1] + 1
     return {
         name: {
             str(k): {
                 group: at_equal_cost(ours.at(rows_T), theirs.at(rows_T), lengths, k - 1)
                 for group, (rows_T, lengths) in groups.items()
             }
-            for k in {min(5, ours.match_TP.shape[1] + 1), ours.match_TP.shape[1] + 1}
+            for k in sorted({min(5, largest), largest})
         }
         for name, theirs in others.items()
     }

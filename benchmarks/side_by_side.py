@@ -57,14 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     """The measurement itself; results are written as they come."""
     from vllm_bpd.demo_target import export_demo_target
 
-    known = contenders(arguments.heads, arguments.tuned)
-    for name in arguments.only or ():
-        if name not in {one.name for one in known}:
-            names = ", ".join(repr(one.name) for one in known)
-            raise HeadsError(f"only: found {name!r}; expected some of {names}")
-    if arguments.only and PLAIN not in arguments.only:
-        raise HeadsError(f"only: found no {PLAIN!r}; expected it, as all are compared with it")
-    found = [one for one in known if _takes_part(arguments, one)]
+    found = _taking_part(arguments)
     texts = [text for group in read_categories(arguments.prompts).values() for text in group]
     random.Random(arguments.seed).shuffle(texts)
     target = arguments.target or str(export_demo_target())
@@ -98,11 +91,21 @@ def run(arguments: argparse.Namespace) -> None:
     write_plot(arguments.output / "bench.svg", rows)
 
 
-def _takes_part(arguments: argparse.Namespace, one: Contender) -> bool:
-    if one.missing:
-        print(one.missing)
-        return False
-    return not arguments.only or one.name in arguments.only
+def _taking_part(arguments: argparse.Namespace) -> list[Contender]:
+    """The contenders asked for that are installed. Raises HeadsError for names that are none."""
+    known = {one.name: one for one in contenders(arguments.heads, arguments.tuned)}
+    only = arguments.only or list(known)
+    for name in only:
+        if name not in known:
+            raise HeadsError(
+                f"only: found {name!r}; expected some of {', '.join(map(repr, known))}"
+            )
+    if PLAIN not in only:
+        raise HeadsError(f"only: found no {PLAIN!r}; expected it, as all are compared with it")
+    for one in known.values():
+        if one.missing:
+            print(one.missing)
+    return [one for one in known.values() if one.name in only and not one.missing]
 
 
 def _first_requests(servers: list[LiveServer], target: str, texts: list[str]) -> None:

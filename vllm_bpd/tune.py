@@ -60,8 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def tune(arguments: argparse.Namespace) -> None:
     """Measure, print the table, write the config. Raises HeadsError for a user's mistake."""
     sizes = sorted(set(arguments.batch_sizes))
-    if sizes[0] < 1:
-        raise HeadsError(f"batch_sizes: found {sizes[0]}; expected 1 or more")
     heads = find_heads(arguments.target, arguments.heads)  # refuses before minutes of measuring
     prompts = _prompts(arguments)
     speculative = {"method": "bpd", **({"model": arguments.heads} if arguments.heads else {})}
